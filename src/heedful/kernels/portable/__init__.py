@@ -1,1 +1,4 @@
-"""Triton kernels for any Triton target."""
+"""Triton kernels that compile for any target of Triton: NVIDIA, AMD, and its interpreter on CPUs.
+
+`launch/bind/portable.py`, `portable_cache.py` and `decode.py` launch them.
+"""

@@ -1,6 +1,9 @@
-"""Gradient of the additive bias, summed over whatever the bias was broadcast over.
+"""Gradient of the additive bias, summed over all axes along which the bias was broadcast.
 
-Shapes: B batch, H query heads, G kv heads, M query rows, N key rows, D qk dim, E v dim.
+The kernel is `bias_gradients`, launched by `launch/bind/portable.py` after `query_gradients`, which
+stores delta. Its grid has one program for each tile of dbias.
+
+Shapes: B batch, H query heads, G KV heads, M query rows, N key rows, D qk dim, E v dim.
 """
 
 import triton
@@ -27,7 +30,7 @@ def score_gradients(
     dropout: Dropout,
     tile: Tile,
 ):
-    """Gradients of a tile of scores after all modifiers."""
+    """Gradients of a tile of scores after all modifiers, [M, N]."""
     IS_EXACT: tl.constexpr = io.q.ptr.dtype.element_ty == tl.float32
     D: tl.constexpr = tile.HEAD_DIM
     E: tl.constexpr = tile.HEAD_DIM_V
@@ -69,10 +72,10 @@ def bias_gradients(
     dropout: Dropout,
     tile: Tile,
 ):
-    """dbias of shape `own`.
+    """Stores dbias, whose shape is `own`.
 
-    One program makes one tile of it and walks every tile of scores that it was broadcast to, in
-    one order, so the sum is the same in every run.
+    Each program computes one tile of it. It walks over every tile of scores that its elements were
+    broadcast to, always in one order, so that the sum is the same in every run.
     """
     M: tl.constexpr = tile.BLOCK_M
     N: tl.constexpr = tile.BLOCK_N
@@ -83,7 +86,7 @@ def bias_gradients(
     tile_m = pid // tiles_n % tiles_m
     first_h = pid // tiles_n // tiles_m % own.h
     first_b = pid // tiles_n // tiles_m // own.h
-    # How many score tiles, heads and sequences one element stands for.
+    # How many score tiles, heads and sequences one element was broadcast to.
     over_n = tl.where(own.n == 1, tl.cdiv(shape.longest_k, N), 1)
     over_m = tl.where(own.m == 1, tl.cdiv(shape.longest_q, M), 1)
     over_h = tl.where(own.h == 1, shape.heads_q, 1)
@@ -99,7 +102,7 @@ def bias_gradients(
         place = place_of(b, h, g, sequences, shape, mask, True)
         if row0 < place.seq.len_q and col0 < place.seq.len_k:
             acc_MN += score_gradients(row0, col0, place, words, io, mask, mods, dropout, tile)
-    # Rows or columns that the bias was broadcast over end up in its first.
+    # Where the bias was broadcast over rows or columns, the sum goes to the first of them.
     rows_M = tile_m * M + tl.arange(0, M)
     cols_N = tile_n * N + tl.arange(0, N)
     if own.m == 1:

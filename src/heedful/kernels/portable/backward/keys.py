@@ -1,10 +1,12 @@
 """Gradients of keys and values (FlashAttention-2, Dao 2023, algorithm 2, without its dQ).
 
-One program makes one tile of keys of one kv head, over the queries of every query head that shares
-it: sums over the group stay in registers, in a fixed order. Scores are made transposed, so that
-both products that sum over queries take them as they are.
+The kernel is `key_gradients`, launched by `launch/bind/portable.py` after `query_gradients`, which
+stores delta and the numbers to subtract from scores. Each program computes one tile of keys of one
+KV head, over the queries of every query head that shares it. So the sums over the group stay in
+registers and have a fixed order. Scores are computed transposed: both products that sum over
+queries can then use P and dS as they are.
 
-Shapes: B batch, H query heads, G kv heads, M query rows, N key rows, D qk dim, E v dim.
+Shapes: B batch, H query heads, G KV heads, M query rows, N key rows, D qk dim, E v dim.
 """
 
 import triton
@@ -22,7 +24,8 @@ from heedful.kernels.portable.shared.order import head_of
 
 @triton.jit
 def visited_rows(index, tiles, IS_MASKED: tl.constexpr):
-    """The query tile of a visit, of those that need a mask or of those that do not."""
+    """The query tile of a visit. Visits are counted apart for tiles that need a mask (IS_MASKED)
+    and for those that need none."""
     if IS_MASKED:
         if index >= tiles.full_begin - tiles.begin:
             index += tiles.full_end - tiles.full_begin
@@ -43,7 +46,8 @@ def key_gradients(
     tile: Tile,
     IS_GQA: tl.constexpr,
 ):
-    """dk (B, N, G, D) and dv (B, N, G, E); rows past the used length are zero."""
+    """Stores dk (B, N, G, D) and dv (B, N, G, E). Rows past the used length become zero. IS_GQA:
+    several query heads share a KV head."""
     HAS_BIAS: tl.constexpr = mods.bias.ptr is not None
     DTYPE: tl.constexpr = io.q.ptr.dtype.element_ty
     IS_EXACT: tl.constexpr = tl.float32 == DTYPE
@@ -77,7 +81,7 @@ def key_gradients(
         if masked == 1:
             count = tiles.full_begin - tiles.begin + (tiles.end - tiles.full_end)
         for visit in range(0, count * group):
-            # One loop over heads and tiles: its loads stay in flight from head to head.
+            # One loop over heads and tiles, so that loads stay in flight from one head to the next.
             h = g
             index = visit
             if IS_GQA:
@@ -102,7 +106,7 @@ def key_gradients(
             do_ME = load_rows(do_h, io.dout.stride_n, row0, len_q, E, M, tile.BLOCK_E, masked == 1)
             # dP^T = V dO^T
             dp_NM = product_of_rows(v_NE, do_ME, tile.PRECISION, IS_EXACT)
-            # ptxas: here, where registers are free.
+            # ptxas: the factor is loaded here, where registers are free.
             if masked == 1:
                 factor_M = tl.load(io.factor + places_M, mask=exists_M, other=1.0)
             else:

@@ -1,10 +1,11 @@
 """Gradient of queries (FlashAttention-2, Dao 2023, algorithm 2, its dQ alone).
 
-One program makes one tile of queries of one head, over its keys: no atomics, so the sum has one
-order. Scores are made a second time, which costs two products of seven. It runs first: delta, which
-the other gradients need too, is made here where dout is at hand anyway.
+The kernel is `query_gradients`, launched by `launch/bind/portable.py` before the other gradients.
+Each program computes one tile of queries of one head, over its keys. There are no atomics, so the
+sum has one order. `key_gradients` computes the scores again, which costs two products of seven. The
+other gradients need delta too; it is stored here, where dout is in registers anyway.
 
-Shapes: B batch, H query heads, G kv heads, M query rows, N key rows, D qk dim, E v dim.
+Shapes: B batch, H query heads, G KV heads, M query rows, N key rows, D qk dim, E v dim.
 """
 
 import triton
@@ -38,9 +39,9 @@ def query_gradients(
     order: TileOrder,
     tile: Tile,
 ):
-    """dq (B, M, H, D), in which rows past the used length are zero, and delta and references
-    (B, H, M), laid out as lse, of the rows within it. mods: with the sink, which is one of a row's
-    scores."""
+    """Stores dq (B, M, H, D), whose rows past the used length become zero. Also stores delta,
+    reference and factor (B, H, M) of the rows within it, in the layout of lse. mods: with the sink,
+    which is one of a row's scores."""
     HAS_BIAS: tl.constexpr = mods.bias.ptr is not None
     DTYPE: tl.constexpr = io.q.ptr.dtype.element_ty
     IS_EXACT: tl.constexpr = tl.float32 == DTYPE
@@ -108,7 +109,8 @@ def query_gradients(
             if dropout.IS_ON:
                 keep_MN = keep_tile(words, b, h, row0, col0, dropout, M, N)
                 dp_MN = tl.where(keep_MN, dp_MN * dropout.inverse_keep, 0.0)
-            # The factor ahead of the rounding: exponents of rounded maxima are far from 1.
+            # The factor comes before the rounding to DTYPE: exponentials of rounded maxima are far
+            # from 1.
             ds_MN = p_MN * (dp_MN * factor_M[:, None] - delta_M[:, None]) * slope_of_cap
             # dQ += dS K
             dq_MD = plus_product(dq_MD, ds_MN.to(DTYPE), k_ND, tile.PRECISION, IS_EXACT)

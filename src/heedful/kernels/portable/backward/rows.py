@@ -1,4 +1,4 @@
-"""The gradient of the sink, which is a sum of rows. Shapes: H query heads, M query rows."""
+"""The gradient of the sink, which is a sum over rows. Shapes: H query heads, M query rows."""
 
 import triton
 import triton.language as tl
@@ -13,8 +13,9 @@ from heedful.kernels.common.statistics import load_references
 def sink_gradients(
     io: SinkGradientsIO, rows, batch, IS_ADJUSTED: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """dsink (H,): the sink's value is zero, so its score's gradient is -p_sink * delta.
-    IS_ADJUSTED: references are in natural units, else in base 2."""
+    """Stores dsink (H,), one program for each head. The sink's value is zero, so the gradient of
+    its score is -p_sink * delta. rows: of a sequence's storage. IS_ADJUSTED: references are in
+    natural units, else in base 2."""
     h = tl.program_id(0)
     logit = tl.load(io.sink + h)
     total_M = tl.zeros([BLOCK_M], tl.float32)
@@ -25,7 +26,7 @@ def sink_gradients(
             exists_M = rows_M < rows
             lse_M = tl.load(io.lse.ptr + places + rows_M, mask=exists_M, other=float("-inf"))
             delta_M = tl.load(io.delta + places + rows_M, mask=exists_M, other=0.0)
-            # Rows that are not used have neither keys nor the sink.
+            # Rows that are not in use see neither keys nor the sink.
             seen_M = lse_M != float("-inf")
             lse_M = tl.where(seen_M, lse_M, 0.0)
             lse_M, factor_M = load_references(

@@ -1,1 +1,1 @@
-"""What happens to a KV cache before attention. Imports nothing else of `portable`."""
+"""Updates a KV cache before attention. Imports nothing else of `portable`."""

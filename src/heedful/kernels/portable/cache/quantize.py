@@ -1,7 +1,7 @@
-"""New values of a cache as it stores them: integers, or float8 by integer arithmetic alone, which
+"""Quantises new values of a cache: to integers, or to float8 by integer arithmetic alone, which
 every target has.
 
-Shapes: N rows of a tile, D dims of a head.
+`update.append_rows` calls it. Shapes: N rows of a tile, D dims of a head.
 """
 
 import triton
@@ -10,23 +10,25 @@ import triton.language as tl
 from heedful.kernels.args.portable import GroupScale
 from heedful.kernels.args.shared import Descale
 
-# What is added to and taken from a float32 below 2**22 leaves it rounded to an integer, to even.
+# Adding and then subtracting this number rounds a float32 below 2**22 to an integer, half to even.
 _ROUNDS = tl.constexpr(1.5 * 2.0**23)
 
 
 @triton.constexpr_function
 def is_float8(storage):
+    """Whether a storage dtype is one of the 8-bit floats."""
     return storage[:6] == "float8"
 
 
 @triton.constexpr_function
 def mantissa_bits(storage):
+    """Bits of the mantissa of an 8-bit float."""
     return 2 if storage == "float8_e5m2" else 3
 
 
 @triton.constexpr_function
 def least_exponent(storage):
-    """Of normal numbers."""
+    """The least exponent of normal numbers of an 8-bit float."""
     if storage == "float8_e5m2":
         return -14
     return -7 if storage == "float8_e4m3fnuz" else -6
@@ -34,30 +36,32 @@ def least_exponent(storage):
 
 @triton.jit
 def rounded(x):
-    """To the nearest integer, of two to the even one."""
+    """The nearest integer; half to even."""
     return (x + _ROUNDS) - _ROUNDS
 
 
 @triton.jit
 def float8_code(x, STORAGE: tl.constexpr):
-    """Bits of the nearest float8, as int32, of float32 numbers within its range."""
+    """The bits of the nearest float8, as int32. x: float32 numbers within its range."""
     MANTISSA: tl.constexpr = mantissa_bits(STORAGE)
     LEAST: tl.constexpr = least_exponent(STORAGE)
     bits = x.to(tl.int32, bitcast=True)
     exponent = tl.maximum(((bits >> 23) & 0xFF) - 127, LEAST)
-    # Numbers of an exponent are evenly apart, and 2**MANTISSA of them up to the next.
+    # Numbers with one exponent are evenly spaced: there are 2**MANTISSA up to the next power of
+    # two.
     per_step = ((127 + MANTISSA - exponent) << 23).to(tl.float32, bitcast=True)
     code = ((exponent - LEAST) << MANTISSA) + rounded(tl.abs(x) * per_step).to(tl.int32)
     sign = ((bits >> 31) & 1) << 7
     if STORAGE == "float8_e4m3fnuz":
-        # A zero with a sign stands for no number.
+        # In this type a zero with a sign encodes NaN.
         sign = tl.where(code == 0, 0, sign)
     return code | sign
 
 
 @triton.jit
 def scaled_by_head(x_ND, scale: Descale, b, g):
-    """What values are over a scale, once less a shift."""
+    """(values - shift) / scale, with the scale and shift of (batch, KV head); the shift may be
+    absent."""
     at = b * scale.stride_b + g * scale.stride_h
     if scale.shift is not None:
         x_ND -= tl.load(scale.shift + at)
@@ -74,8 +78,9 @@ def scaled_by_group(
     GROUP: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """The same over scales of groups, which it finds and writes: the largest magnitude becomes
-    LIMIT. at_N: where those of a row begin."""
+    """(values - shift) / scale, with scales of groups that it computes and stores: each group's
+    largest magnitude becomes LIMIT. at_N: offset of each row's first group in the arrays of scales.
+    """
     group_D = tl.arange(0, x_ND.shape[1]) // GROUP
     made_ND = x_ND
     for n in range(DIM // GROUP):
@@ -98,7 +103,8 @@ def scaled_by_group(
 
 @triton.jit
 def stored_codes(x_ND, base, STORAGE: tl.constexpr, LIMIT: tl.constexpr):
-    """What stands for scaled values in a cache at `base`: of int4 two a byte, the even one low."""
+    """Scaled values in the dtype of the cache at `base`, clamped to LIMIT. Two int4 share a byte,
+    the even one in its low bits."""
     x_ND = tl.minimum(tl.maximum(x_ND, -LIMIT), LIMIT)
     if is_float8(STORAGE):
         code_ND = float8_code(x_ND, STORAGE)

@@ -1,4 +1,5 @@
-"""Rotary positions (Su et al. 2021). Shapes: N rows, D head dim."""
+"""Rotary position embedding (Su et al. 2021). The cache update, and decodes that append, call it.
+Shapes: N rows, D head dim."""
 
 import triton
 import triton.language as tl
@@ -9,8 +10,8 @@ from heedful.kernels.common.sequences import within
 
 @triton.jit
 def rotated(row_N, dims, exists_ND, place_N, rotary: Rotary):
-    """Columns `dims` of rows at the addresses row_N, with the first 2 * half of a row rotated, in
-    float32; 0 where nothing exists. place_N: of the rows in the cache."""
+    """Columns `dims` of rows, in float32, with the first 2 * half columns of a row rotated; 0 where
+    exists_ND is false. row_N: addresses of the rows. place_N: their positions in the cache."""
     half = rotary.half
     if rotary.IS_INTERLEAVED:
         partner = dims ^ 1

@@ -1,6 +1,9 @@
-"""A KV cache before attention: new keys and values go in, and rotary positions are applied.
+"""Updates a KV cache before attention: appends new keys and values, and applies rotary embeddings.
 
-Shapes: B batch, S new tokens, G kv heads, N rows of a tile, D head dim.
+The kernels are `append_keys` and `append_and_rotate`, launched by `launch/bind/portable_cache.py`.
+Each program has one tile of rows of one head. Decodes call `append_rows` in their own kernels.
+
+Shapes: B batch, S new tokens, G KV heads, N rows of a tile, D qk dim, E v dim.
 """
 
 import triton
@@ -33,8 +36,8 @@ def rotated_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rows [row0, row0 + ROWS) from `base` on with their first 2 * half dims rotated, in float32.
-    places: of the rows in the cache."""
+    """Rows [row0, row0 + ROWS) from `base` on, in float32, with their first 2 * half dims rotated.
+    places: the rows' positions in the cache."""
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK)
     exists_ND = (rows < count - row0)[:, None] & (dims < DIM)[None, :]
@@ -44,7 +47,7 @@ def rotated_rows(
 
 @triton.jit
 def scatter_rows(base, tile, offsets, exists, DIM: tl.constexpr):
-    """Stores a tile's first DIM columns at one element offset per row."""
+    """Stores the first DIM columns of a tile; each row has an element offset of its own."""
     dims = tl.arange(0, tile.shape[1])
     mask = exists[:, None] & (dims < DIM)[None, :]
     tl.store(base + offsets[:, None] + dims[None, :], tile.to(base.dtype.element_ty), mask=mask)
@@ -52,7 +55,7 @@ def scatter_rows(base, tile, offsets, exists, DIM: tl.constexpr):
 
 @triton.constexpr_function
 def stored_dims(dim, storage):
-    """Elements of a row of the cache: two values of four bits are one."""
+    """Elements of a row of the cache: two int4 are one element."""
     return dim // 2 if storage == "int4" else dim
 
 
@@ -66,8 +69,8 @@ def quantized(
     quantization: Quantization,
     DIM: tl.constexpr,
 ):
-    """What the cache at `base` stores of a tile's values. places: (entry of each row, row, whether
-    it exists, batch entry, KV head)."""
+    """A tile's values as the cache at `base` stores them. places: (batch entry or page of each row,
+    its row there, whether it exists, batch entry, KV head)."""
     entry_N, row_N, exists_N, b, g = places
     x_ND = x_ND.to(tl.float32)
     if groups.ptr is not None:
@@ -82,7 +85,7 @@ def quantized(
 
 @triton.jit
 def tile_of(task, tiles: RowTiles, ROWS: tl.constexpr):
-    """(first row, batch entry, head) of the tile of this number."""
+    """(first row, batch entry, head) of tile number `task`."""
     head = task // tiles.tiles
     return (task % tiles.tiles) * ROWS, wide(head // tiles.heads), wide(head % tiles.heads)
 
@@ -105,17 +108,17 @@ def append_rows(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Writes rows [row0, row0 + ROWS) of k_new (B, S, G, D), rotated if there are rotary tables,
-    and of v_new (B, S, G, E) into the caches behind the cache_seqlens (B,) rows of each sequence.
-    count: S. quantization: how caches store them.
+    """Copies rows [row0, row0 + ROWS) of k_new (B, S, G, D) and of v_new (B, S, G, E) into the
+    caches, after the first cache_seqlens (B,) rows of each sequence. Keys are rotated if there are
+    rotary tables. count: S. quantization: how the caches store values.
 
-    A negative length is that of no sequence: nothing is written. Neither is anything written
-    outside of a sequence's rows [low, high), nor into one of the cache's `entries` pages or batch
-    entries that it does not have.
+    A negative length stands for an entry without a sequence: nothing is written. Nor is anything
+    written outside of a sequence's rows [low, high), or to a page or batch entry that does not
+    exist (`cache.entries`).
     """
     rows_N = row0 + tl.arange(0, ROWS)
     start = tl.load(io.cache_seqlens + b)
-    # Rows past the last repeat it, and are never stored.
+    # Rows past the last one repeat it. They are never stored.
     place_N = tl.where(start < 0, -1, start + tl.minimum(rows_N, count - 1))
     exists_N = (rows_N < count) & (place_N >= low) & (place_N < high)
     place_N = tl.maximum(tl.minimum(place_N, high - 1), 0)
@@ -142,7 +145,7 @@ def append_rows(
     BYTES_E: tl.constexpr = stored_dims(HEAD_DIM_V, quantization.STORAGE)
     if quantization.STORAGE is not None:
         places = entry_N, row_N, exists_N, b, g
-        # As if keys had been rotated before, in their own type.
+        # Keys are rounded to their own dtype, as if they had been rotated before the call.
         k_ND = k_ND.to(io.k_new.ptr.dtype.element_ty)
         k_ND = quantized(
             k_ND, k, io.k_descale, quantization.k_groups, places, quantization, HEAD_DIM
@@ -171,8 +174,8 @@ def append_tile(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Appends a tile of new rows, see `append_rows`, and writes into seqused (B,) the keys that a
-    sequence has then; none, where its length is negative. capacity: rows of a sequence."""
+    """Appends a tile of new rows by `append_rows`. Stores in seqused (B,) the count of keys that a
+    sequence has afterwards; 0 if its length is negative. capacity: rows of a sequence."""
     row0, b, g = tile_of(task, tiles, BLOCK_N)
     if row0 + g == 0:
         start = tl.load(io.cache_seqlens + b)
@@ -210,8 +213,8 @@ def rotate_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Writes a tile of rotated = q (B, S, H, D) at positions cache_seqlens + position0
-    + advance * row."""
+    """Stores a tile of rotated = q (B, S, H, D), with positions cache_seqlens + position0 + advance
+    * row."""
     row0, b, h = tile_of(task, tiles, BLOCK_M)
     rows_M = tl.minimum(row0 + tl.arange(0, BLOCK_M), tiles.seqlen - 1)
     places_M = tl.load(io.cache_seqlens + b) + advance * rows_M
@@ -235,7 +238,7 @@ def append_keys(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Each program has a tile of new keys."""
+    """Each program appends one tile of new keys and values."""
     task = tl.program_id(0)
     append_tile(
         task,
@@ -272,8 +275,8 @@ def append_and_rotate(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The first `appends` programs have a tile of new keys each, the others one of queries. Neither
-    needs what the other writes."""
+    """Each of the first `appends` programs appends one tile of new keys and values; each other
+    program rotates one tile of queries. Neither kind needs the results of the other."""
     task = tl.program_id(0)
     if task < appends:
         append_tile(

@@ -1,1 +1,1 @@
-"""Few queries over many keys. May import `portable.cache` and `split_kv`."""
+"""Decode: attention of few queries over many keys. May import `portable.cache` and `split_kv`."""

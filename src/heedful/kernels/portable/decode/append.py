@@ -1,4 +1,5 @@
-"""New rows of a decode (split_kv/append.py): a program's threads write them, then all wait."""
+"""Appends new rows in the portable decode (split_kv/append.py says which): the threads of a program
+write them, then wait for each other."""
 
 import triton
 import triton.language as tl
@@ -11,7 +12,7 @@ from heedful.kernels.split_kv.append import new_rows
 
 @triton.jit
 def append_segment(segment, place, cache: KVLayout, append: DecodeAppend, params):
-    """Writes the new rows that are a segment's."""
+    """Writes the new rows that belong to a segment."""
     new = new_rows(segment, append.io.cache_seqlens + place.b, params)
     if new.first < new.stop:
         for row0 in range(new.first, new.stop, append.ROWS):
@@ -32,6 +33,6 @@ def append_segment(segment, place, cache: KVLayout, append: DecodeAppend, params
                 append.BLOCK_D,
                 append.BLOCK_E,
             )
-        # CDNA's does not wait for stores, but a workgroup's waves share the cache that theirs go
-        # through, in order (the memory model of gfx942 in LLVM's AMDGPU guide).
+        # CDNA's barrier does not wait for stores. But the waves of a workgroup share one cache,
+        # which their stores pass in order (the memory model of gfx942 in LLVM's AMDGPU guide).
         tl.debug_barrier()

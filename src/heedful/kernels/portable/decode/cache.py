@@ -1,8 +1,9 @@
-"""Keys and values of a cache as operands of products: loaded in words of 16 bits, of which each
-holds one value, two of 8 bits or four of 4 bits.
+"""Loads keys and values of a cache as operands of products, in 16-bit words. A word holds one
+value, two of 8 bits, or four of 4 bits.
 
-Values of a word are apart: value i of all words of a row is one operand. So nothing moves between
-threads, and the queries' dims are taken in the same order. Shapes: N key rows, W words.
+The values of a word go to different operands: value i of all words of a row is one operand. So no
+values move between threads, and the dims of the queries are loaded in the same order. The portable
+decode kernel calls this. Shapes: N key rows, W words.
 """
 
 from typing import Any, NamedTuple
@@ -17,21 +18,24 @@ from heedful.kernels.common.keys import cache_row
 from heedful.kernels.common.rows import wide
 from heedful.kernels.common.sequences import within
 
-# How stored values become numbers: by what the compiler has, by the PTX of `conversion`, or by the
-# fewest instructions: of integers `conversion_by_fma`, of floats float16, see `operand_type`.
+# How stored values are converted to numbers. PLAIN uses Triton's own conversions, PTX the assembly
+# of `conversion`. FMA uses the fewest instructions: integers by `conversion_by_fma`, 8-bit floats
+# as float16 (`operand_type`).
 PLAIN, PTX, FMA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# Words of a piece of memory that is fetched at once: two of its sectors.
+# Words of a piece that one thread prefetches: two sectors of 32 bytes.
 FETCHED = tl.constexpr(32)
-# What bfloat16 that `conversion_by_fma` makes lack.
+# The bfloat16 numbers that `conversion_by_fma` makes are too small by this factor.
 INTEGER_UNIT = tl.constexpr(64.0)
 
 
 @triton.constexpr_function
 def conversion(values, kind, is_bf16, i):
-    """PTX that makes numbers of value i of two words. kind: of 8 bits, "int8", "e4m3" or "e5m2".
+    """PTX that converts value i of two words to two numbers. kind: of 8-bit values: "int8", "e4m3"
+    or "e5m2".
 
-    An integer u >= 0 in the lowest bits of 1024 (float16) or 128 (bfloat16) is that much more; a
-    sign is a bias of its own. PTX converts floats of 8 bits to float16 alone.
+    An integer u >= 0 in the lowest bits of 1024 (float16) or 128 (bfloat16) increases that number
+    by u; a signed integer is first made u by adding a bias. PTX converts 8-bit floats to float16
+    only.
     """
     if values == 4:
         type_, magic = ("bf16x2", "0x43084308") if is_bf16 else ("f16x2", "0x64086408")
@@ -52,7 +56,7 @@ def conversion(values, kind, is_bf16, i):
             " cvt.f32.f16 f, x; cvt.f32.f16 g, y; cvt.rn.bf16x2.f32 $0, g, f; }"
         )
     if is_bf16:
-        # 128 and the lowest seven bits, less 128, or 256 where the sign is set.
+        # 128 plus the lowest seven bits, minus 128, or minus 256 if the sign is set.
         return (
             f"{{ .reg .b32 t, a, b; shr.b32 t, $1, {8 * i}; and.b32 a, t, 0x007F007F;"
             " or.b32 a, a, 0x43004300; and.b32 b, t, 0x00800080; or.b32 b, b, 0x43004300;"
@@ -66,14 +70,16 @@ def conversion(values, kind, is_bf16, i):
 
 @triton.constexpr_function
 def conversion_by_fma(values, is_bf16, i):
-    """As `conversion`, of integers, by a permutation of bytes and one fma for two values.
+    """As `conversion`, for integers, by a permutation of bytes and one fma for two values.
 
-    The sign of an integer becomes a bias, which the last instruction takes off. In the lowest bits
-    of 1024 an integer u >= 0 is that much more of a float16. The lowest eight bits of a bfloat16
-    that is 0 else are u * 2^-133, subnormal or not; the largest power of two makes that u / 64.
+    The sign of an integer becomes a bias, which the last instruction subtracts. An integer u >= 0
+    in the lowest bits of 1024 increases a float16 by u. The lowest eight bits of a bfloat16 whose
+    other bits are 0 are u * 2^-133, subnormal or not; times the largest power of two, this is u /
+    64.
     """
     if values == 2:
-        # Bytes of a word, each below zeros or what makes a float16 of at least 1024.
+        # Each byte of a word goes below a zero byte, or below the byte that makes a float16 from
+        # 1024 on.
         above, select = ("0", "0x4341" if i else "0x4240"), "0x7371" if i else "0x7270"
         if is_bf16:
             return (
@@ -87,7 +93,7 @@ def conversion_by_fma(values, is_bf16, i):
             f" prmt.b32 t, t, 0x64646464, {select};"
             " .reg .b32 m; mov.b32 m, 0x64806480; sub.f16x2 $0, t, m; }"
         )
-    # Four bits above others that are 0 count sixteen times.
+    # Four bits that lie above four zero bits count sixteen times.
     mask, sign = ("0x00F000F0", 0x800080) if i % 2 else ("0x000F000F", 0x80008)
     sign |= 0 if is_bf16 else 0x64006400
     start = "{ .reg .b32 t, a, c; mov.b32 t, $1;" + (" shr.b32 t, t, 8;" if i >= 2 else "")
@@ -102,29 +108,32 @@ def conversion_by_fma(values, is_bf16, i):
 
 @triton.constexpr_function
 def is_by_fma(values, stored, how):
-    """Whether `conversion_by_fma` makes numbers of what is stored."""
+    """Whether `conversion_by_fma` converts these stored values."""
     return how == FMA.value and (values == 4 or (values == 2 and not stored.is_fp8()))
 
 
 @triton.constexpr_function
 def unit_of(values, stored, dtype, how):
-    """What scores and results of stored values, as they become numbers, are to be multiplied by."""
+    """The factor for scores and results of stored values, as their conversion leaves them."""
     is_short = is_by_fma(values, stored, how) and dtype == tl.bfloat16
     return INTEGER_UNIT.value if is_short else 1.0
 
 
 @triton.constexpr_function
 def is_float16(values, stored, how):
-    """Whether stored values become float16 by fewer instructions than anything else."""
+    """Whether stored values become float16, because that takes the fewest instructions."""
     return how == FMA.value and values == 2 and stored.is_fp8()
 
 
 @triton.constexpr_function
 def operand_type(values, stored, dtype, how, has_scales):
-    """The type of keys or values in a product, and of what they meet there; dtype: that of plain
-    ones. Floats of 8 bits become float16 by two instructions, and are it exactly; on their way to
-    bfloat16 three more follow. has_scales: what they meet was multiplied by scales of rows, or they
-    were by scales of groups, which may be outside of float16's range."""
+    """The dtype of keys or values in a product, and of the other operand. dtype: that of the
+    queries.
+
+    8-bit floats become float16 by two instructions, exactly; three more would make them bfloat16.
+    has_scales: the other operand was multiplied by scales of rows, or the values by scales of
+    groups. Such numbers may be outside of float16's range, so the product stays in `dtype`.
+    """
     if how == FMA.value and values == 2 and stored.is_fp8() and not has_scales:
         return tl.float16
     return dtype
@@ -132,7 +141,7 @@ def operand_type(values, stored, dtype, how, has_scales):
 
 @triton.constexpr_function
 def kind_of(stored):
-    """The name of an 8-bit type in `conversion`."""
+    """The name of an 8-bit type for `conversion`."""
     if not stored.is_fp8():
         return "int8"
     return "e5m2" if "e5" in str(stored) else "e4m3"
@@ -140,7 +149,7 @@ def kind_of(stored):
 
 @triton.constexpr_function
 def assembly(values, stored, is_bf16, how, i):
-    """The PTX of value i of two words."""
+    """The PTX that converts value i of two words."""
     if is_by_fma(values, stored, how):
         return conversion_by_fma(values, is_bf16, i)
     return conversion(values, kind_of(stored), is_bf16, i)
@@ -155,7 +164,8 @@ def value_of_words(
     CONVERSION: tl.constexpr,
     i: tl.constexpr,
 ):
-    """Value i of every word. STORED: the type of values; int4 is said by VALUES."""
+    """Value i of every word, as DTYPE. STORED: the dtype of stored values; VALUES = 4 stands for
+    int4."""
     if VALUES == 1:
         return words.to(DTYPE)
     elif CONVERSION:
@@ -176,14 +186,14 @@ def value_of_words(
         bits = ((words >> (8 * i)) & 255).to(tl.uint8)
         return bits.to(STORED, bitcast=True).to(tl.float32).to(DTYPE)
     else:
-        # Signed: shifted up, and down again.
+        # Sign extension: the bits are shifted up, then arithmetically down.
         return ((words << (8 - 8 * i)) >> 8).to(tl.float32).to(DTYPE)
 
 
 @triton.constexpr_function
 def rest_words(v_in_k, head_dim, head_dim_v, values):
-    """Words of a row of keys past the values that lie in it, as a product takes them; 0 for none,
-    and where values are apart."""
+    """Words of a row of keys past the values that lie in it, rounded up to what a product takes; 0
+    if there are none, or if values are stored separately."""
     words = -(-(head_dim - head_dim_v) // values)
     if not v_in_k or not words:
         return 0
@@ -192,7 +202,7 @@ def rest_words(v_in_k, head_dim, head_dim_v, values):
 
 @triton.jit
 def word_pointer(ptr, VALUES: tl.constexpr):
-    """The same address, of 16-bit words."""
+    """The same address as a pointer to 16-bit words."""
     if VALUES == 1:
         return ptr
     else:
@@ -201,7 +211,7 @@ def word_pointer(ptr, VALUES: tl.constexpr):
 
 @triton.jit
 def in_words(stride, BITS: tl.constexpr):
-    """A stride of stored elements, in words."""
+    """A stride of stored elements, converted to words."""
     if BITS == 8:
         return stride // 2
     else:
@@ -209,8 +219,8 @@ def in_words(stride, BITS: tl.constexpr):
 
 
 class KeyRows(NamedTuple):
-    """The rows of a tile of keys [N], of KV head g. row, entry: as `key_rows` finds them; exists:
-    which of them the sequence has."""
+    """The rows of a tile of keys [N], of KV head g. entry, row: page or batch entry, and row in it,
+    as `key_rows` finds them. exists: which of the rows the sequence has."""
 
     entry: Any
     row: Any
@@ -220,16 +230,18 @@ class KeyRows(NamedTuple):
 
 @triton.constexpr_function
 def holds_rows(block_m, values, stored):
-    """Whether places of rows in a tile of keys stay in registers from tile to tile. The conversion
-    of integers and outputs of many rows leave none for them."""
+    """Whether the offsets of a tile's rows stay in registers from tile to tile. The conversion of
+    integers and the outputs of many rows leave no registers for them."""
     return block_m < 16 or (block_m == 16 and (values == 1 or stored.is_fp8()))
 
 
 @triton.jit
 def key_rows(block, exists, place, cache: KVLayout, HOLDS: tl.constexpr, N: tl.constexpr):
-    """The rows of a tile of a sequence's keys: page or batch entry, and row in it, as the sum of a
-    number and of rows [N]. If it HOLDS those, and no page is between, they are the same for all
-    tiles. A page number that no page has stands for the first or the last page."""
+    """The rows of tile `block` of a sequence's keys: page or batch entry, and row in it.
+
+    The row is the sum of a number and a tensor [N]. If HOLDS, and without pages, the tensor is the
+    same for all tiles. A page number that does not exist is clamped to the first or the last page.
+    """
     within_N = tl.arange(0, N)
     if cache.table is None:
         if HOLDS:
@@ -255,8 +267,8 @@ def load_words(
     VALUES: tl.constexpr,
     ACROSS: tl.constexpr = False,
 ):
-    """Words [N, BLOCK] of rows of keys or values, from word `slice_words` on, or [BLOCK, N]; zeros
-    where no row exists, and past DIM values."""
+    """Words of rows of keys or values, from word `slice_words` on: [N, BLOCK] or, if ACROSS,
+    [BLOCK, N]. They are zero where no row exists, and past DIM values."""
     BITS: tl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth
     base = word_pointer(x.ptr, VALUES) + keys.g * in_words(x.stride_h, BITS) + slice_words
     first, rows = keys.row
@@ -290,9 +302,10 @@ def fetch_rows(
     VALUES: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Has N rows of all KV heads, from row `first` of a sequence on, come to the L2: a part of them
-    for each head's program, which is as many bytes as it reads. Only where heads lie side by side:
-    a line of memory has rows of several, whose programs would read it at different times."""
+    """Prefetches N rows of all KV heads, from row `first` of a sequence on, to the L2 cache. The
+    program of each head prefetches one part, as many bytes as it reads. It does so only if heads
+    are adjacent in memory: a cache line then has rows of several heads, whose programs would read
+    it at different times."""
     BITS: tl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth
     ROW: tl.constexpr = DIM // VALUES  # words
     PIECES: tl.constexpr = N * ROW // FETCHED
@@ -316,7 +329,7 @@ def fetch_rows(
 
 @triton.jit
 def fetch_tile(io: ForwardIO, block, place, cache: KVLayout, heads_k, tile: DecodeTile):
-    """Has a tile of keys and of values come to the L2, see `fetch_rows`."""
+    """Prefetches a tile of keys and of values to the L2 cache, by `fetch_rows`."""
     N: tl.constexpr = tile.BLOCK_N
     fetch_rows(io.k, block * N, place, cache, heads_k, tile.HEAD_DIM, tile.VALUES, N)
     if not tile.V_IN_K:
@@ -325,7 +338,7 @@ def fetch_tile(io: ForwardIO, block, place, cache: KVLayout, heads_k, tile: Deco
 
 @triton.jit
 def descale_rows(x, descale: Descale, keys):
-    """(address, from where on [N]) of what descale array `x` has of rows."""
+    """(address, offsets [N]) of rows in descale array `x`."""
     first, rows = keys.row
     x += first * descale.stride_n
     at = rows * descale.stride_n
@@ -338,7 +351,7 @@ def descale_rows(x, descale: Descale, keys):
 
 @triton.jit
 def group_values(x, descale: Descale, keys, index):
-    """What descale array `x` has for group `index` of rows."""
+    """The elements of descale array `x` for group `index` of rows, [N]."""
     base, at = descale_rows(x + keys.g * descale.stride_h + index, descale, keys)
     return tl.load(base + at, mask=keys.exists, other=0.0)
 
@@ -354,10 +367,10 @@ def of_each_value(
     BLOCK: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """[N, BLOCK] what descale array `x` has for value i of each word of rows."""
+    """The elements of descale array `x` for value i of each word of rows, [N, BLOCK]."""
     x, at = descale_rows(x + keys.g * descale.stride_h, descale, keys)
     WORDS: tl.constexpr = KV_GROUP // VALUES
-    # Words of a group have one scale, which is loaded once.
+    # All words of a group have one scale, which is loaded once.
     SPREADS: tl.constexpr = KV_GROUP % VALUES == 0 and BLOCK % max(WORDS, 1) == 0
     if SPREADS:
         GROUPS: tl.constexpr = BLOCK // WORDS
@@ -383,7 +396,8 @@ def dequantized(
     VALUES: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Value i of each word times its own scale, and its shift over UNIT."""
+    """Value i of each word, times its scale and plus its shift; the result is still to be
+    multiplied by UNIT."""
     BLOCK: tl.constexpr = values.shape[1]
     found = values.to(tl.float32) * of_each_value(
         descale.ptr, descale, keys, i, KV_GROUP, DIM, BLOCK, VALUES

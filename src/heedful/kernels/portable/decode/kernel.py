@@ -1,11 +1,13 @@
-"""Attention of few queries over many keys: a KV head is read once, for all query heads and
-positions that share it, by programs that have even shares of all keys.
+"""The portable decode: attention of few queries over many keys.
 
-See split_kv/work.py for the shares, queries.py for the queries, append.py for new keys,
-cache.py for how keys and values are read, results.py for how results leave.
+The kernel is `decode`, launched by `launch/bind/decode.py`. A program reads the keys of a KV head
+once, for all query heads and positions that share it. Programs share the keys of the call evenly:
+split_kv/work.py says how. Each program streams its segments' keys through an online softmax.
+queries.py loads the queries, append.py appends new keys, cache.py loads keys and values, and
+results.py stores and merges results.
 
-Shapes: B batch, H query heads, G kv heads, M rows (position, head of the KV head), N key rows,
-D qk dim, E v dim, W words.
+Shapes: B batch, H query heads, G KV heads, M rows (position, head of the KV head), N key rows, D qk
+dim, E v dim, W words of 16 bits.
 """
 
 import triton
@@ -55,8 +57,9 @@ from heedful.kernels.split_kv.work import (
 
 @triton.constexpr_function
 def keys_lead(block_m):
-    """Whether keys are the rows of products, of which a unit of the device takes 16, and query rows
-    their columns, of which it takes 8. Outputs are then kept with columns first."""
+    """Whether products have keys as their rows and query rows as their columns. A matrix unit takes
+    at least 16 rows but only 8 columns, so few query rows waste less as columns. Outputs then have
+    their columns first."""
     return block_m < 16
 
 
@@ -79,8 +82,8 @@ def raw_scores(
     keys,
     tile,
 ):
-    """q k^T of a tile of keys. shared: words that are values too, or None. sums: of each slice of
-    the queries, for shifts; may be empty."""
+    """q k^T of a tile of keys. shared: words of the tile that are values too, or None. sums: the
+    sum of each slice of the queries, which shifts multiply; empty without shifts."""
     BY_SLICE: tl.constexpr = descales.KV_GROUP > 0 and (
         descales.KV_GROUP * tile.SLICES_D == tile.HEAD_DIM
     )
@@ -147,16 +150,19 @@ def add_values(
     tile,
     DTYPE: tl.constexpr,
 ):
-    """(acc, shifted) of what was there times alpha, and p times a tile of values. shared: words
-    that are keys too, or None. scale_N: those of rows, or None: not loaded yet. shifted: p times
-    shifts, of each slice, summed over keys but for those of a tile."""
+    """(acc * alpha + p v, shifted * alpha + p shift) with a tile of values.
+
+    shared: words of the tile that are keys too, or None. scale_N: scales of rows, or None if they
+    are not loaded yet. shifted: for each slice, p times the shifts [M, N], to be summed over N at
+    the end.
+    """
     BY_SLICE: tl.constexpr = descales.KV_GROUP > 0 and (
         descales.KV_GROUP * tile.SLICES_E == tile.HEAD_DIM_V
     )
     STORED: tl.constexpr = io.v.ptr.dtype.element_ty
     UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
     KEYS_LEAD: tl.constexpr = keys_lead(tile.BLOCK_M)
-    # Words of a row have scales of their own, or are keys too: they are turned at the product.
+    # Words are transposed at the product if they have scales of their own, or if they are keys too.
     ACROSS: tl.constexpr = KEYS_LEAD and shared is None and (descales.KV_GROUP == 0 or BY_SLICE)
     more = ()
     more_shifted = ()
@@ -209,11 +215,14 @@ def add_values(
 
 @triton.jit
 def softmax_step(s_MN, m_M, scale, size_N, IS_ADJUSTED: tl.constexpr):
-    """(probabilities, new reference, factor for what was summed before). Scores are raw, and the
-    reference is in base 2, or IS_ADJUSTED and both are in natural units: it is subtracted before
-    anything is scaled. scale: a number, or one a row [M, 1]. The reference is the maximum of
-    scores, or of scores and size_N, the base 2 logarithm of what probabilities will be multiplied
-    by: the products are then at most about 1."""
+    """(probabilities, new reference, factor for earlier sums).
+
+    If IS_ADJUSTED, scores and reference are in natural units, and the reference is subtracted
+    before anything is scaled. Else scores are raw and the reference is in base 2. scale: a number,
+    or one for each row [M, 1]. size_N: base 2 logarithms of factors that probabilities will be
+    multiplied by, or None. The reference is the maximum of scores plus size_N, so that these
+    products are at most about 1.
+    """
     if IS_ADJUSTED:
         if size_N is not None:
             top_M = tl.max(s_MN + (size_N * LN2)[None, :], 1)
@@ -229,7 +238,7 @@ def softmax_step(s_MN, m_M, scale, size_N, IS_ADJUSTED: tl.constexpr):
 
 @triton.jit
 def raw_step(s_MN, m_M, unit, size_N):
-    """`softmax_step` of raw scores, of which `unit` makes those in base 2."""
+    """`softmax_step` of raw scores, which `unit` converts to base 2."""
     if size_N is not None:
         top_M = tl.max(s_MN * unit + size_N[None, :], 1)
     elif unit.type.is_block():
@@ -243,22 +252,22 @@ def raw_step(s_MN, m_M, unit, size_N):
 
 @triton.jit
 def log2_size(scale_N):
-    """About the base 2 logarithm of the size of scales, from below by 0.09 at most: exponent and
-    digits of a float32, taken as one integer. At least -100, so that probabilities over a scale
-    are finite, and so are sums of them."""
+    """About the base 2 logarithm of the magnitude of scales, too low by at most 0.09: exponent and
+    mantissa of a float32, read as one integer. It is at least -100, so that probabilities over a
+    scale, and their sums, are finite."""
     bits_N = scale_N.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.maximum(bits_N.to(tl.float32) * (1.0 / (1 << 23)) - 127.0, -100.0)
 
 
 @triton.jit
 def tree_visit(span, place, tile: DecodeTile):
-    """The first visit of a key tile that the tree mask, which is over the last keys, may cover."""
+    """The first visit of a key tile that the tree mask may cover. The mask covers the last keys."""
     return visit_of(tl.maximum(place.seq.len_k - place.seq.len_q, 0) // tile.BLOCK_N, span)
 
 
 @triton.jit
 def outputs_of(acc, shifted, UNIT: tl.constexpr, SHIFTS: tl.constexpr, tile: DecodeTile):
-    """The outputs with rows first. SHIFTS: and what shifts of values add."""
+    """The outputs with rows first and, if SHIFTS, with what the shifts of values add."""
     if keys_lead(tile.BLOCK_M):
         rows = ()
         for n in tl.static_range(tile.SLICES_E * tile.VALUES):
@@ -291,12 +300,13 @@ def stream_keys(
     DTYPE: tl.constexpr,
     FETCH_AHEAD: tl.constexpr,
 ):
-    """(maximum, sum, outputs) of a segment's visits; the maximum as `softmax_step` has it."""
+    """(maximum, sum, outputs) over the visits of a segment; the maximum is the reference of
+    `softmax_step`."""
     span = segment.span
     start, stop = tl.minimum(segment.start, span.visits), tl.minimum(segment.stop, span.visits)
     STORED: tl.constexpr = io.k.ptr.dtype.element_ty
     UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
-    # A scale a row is in the reference: products with it are in float16's range.
+    # The scale of each row enters the reference, so that products with it are in float16's range.
     FITS_VALUES: tl.constexpr = (
         descales.KV_GROUP > 0
         and is_float16(tile.VALUES, io.v.ptr.dtype.element_ty, tile.CONVERSION)
@@ -313,7 +323,7 @@ def stream_keys(
         descales.KV_GROUP * tile.SLICES_E == tile.HEAD_DIM_V
     )
     m_M = tl.full([tile.BLOCK_M], float("-inf"), tl.float32)
-    # Few rows are spread over warps by keys: they are summed over those of a tile at the end alone.
+    # With few rows, warps divide the keys of a tile: sums over warps are taken once, at the end.
     SUMS_LATE: tl.constexpr = tile.BLOCK_M < 64
     l_M = tl.zeros([tile.BLOCK_M], tl.float32)
     l_MN = tl.zeros([tile.BLOCK_M, tile.BLOCK_N if SUMS_LATE else 1], tl.float32)
@@ -335,7 +345,7 @@ def stream_keys(
     if SHIFTS_V:
         for _ in tl.static_range(tile.SLICES_E):
             shifted = shifted + (tl.zeros([tile.BLOCK_M, tile.BLOCK_N], tl.float32),)
-    # Those that the tree covers come last; nobody else pays for looking into it.
+    # Key tiles that the tree covers come last, so that only they look into it.
     first_tree = stop
     if mask.tree is not None:
         first_tree = tree_visit(span, place, tile)
@@ -354,7 +364,7 @@ def stream_keys(
             keys = key_rows(block, exists_N, place, cache, HOLDS, tile.BLOCK_N)
             shared = None
             if tile.V_IN_K:
-                # Values are the first of a row of keys.
+                # Values are the first columns of a row of keys.
                 V: tl.constexpr = tile.HEAD_DIM_V
                 shared = load_words(io.k, keys, 0, V, tile.BLOCK_D, tile.VALUES)
             # S = Q K^T
@@ -405,18 +415,18 @@ def decode_segment(
     params,
     FETCH_AHEAD: tl.constexpr,
 ):
-    """The rows of a segment, whose new keys go into the cache first."""
+    """Computes the rows of one segment, after its new keys have gone into the cache."""
     IN: tl.constexpr = io.q.ptr.dtype.element_ty
     DTYPE: tl.constexpr = tl.bfloat16 if IN.is_fp8() else IN
     STORED: tl.constexpr = io.k.ptr.dtype.element_ty
     VALUES: tl.constexpr = params.tile.VALUES
     UNIT: tl.constexpr = unit_of(VALUES, STORED, DTYPE, params.tile.CONVERSION)
-    # Scales of whole slices come after the products.
+    # Scales of whole slices are applied after the products.
     HAS_SCALES: tl.constexpr = descales.KV_GROUP > 0 and (
         descales.KV_GROUP * params.tile.SLICES_D != params.tile.HEAD_DIM
     )
     KEYS: tl.constexpr = operand_type(VALUES, STORED, DTYPE, params.tile.CONVERSION, HAS_SCALES)
-    # Of all query heads of a KV head; `h` is its first.
+    # The place stands for all query heads of the KV head; `h` is not used.
     place = Place(wide(segment.b), wide(0), wide(segment.g), segment.seq)
     rows_M = segment.row0 + tl.arange(0, params.tile.BLOCK_M)
     pos_M = rows_M // group
@@ -468,7 +478,7 @@ def decode_share(
     params,
     FETCH_AHEAD: tl.constexpr,
 ):
-    """The rows of all segments of a program."""
+    """Computes the rows of all segments of this program."""
     pid, programs = tl.program_id(0), tl.num_programs(0)
     group = params.shape.heads_q // params.shape.heads_k
     line = line_of(params)
@@ -509,13 +519,13 @@ def decode(
     tile: DecodeTile,
     FETCH_AHEAD: tl.constexpr,
 ):
-    """out (.., M, H, E) and lse (B, H, M). Programs share the keys, see split_kv/work.py. append:
-    what goes into the cache first, if anything.
-    FETCH_AHEAD: so many key tiles ahead rows are brought to the L2, 0: not."""
+    """Stores out (.., M, H, E) and lse (B, H, M). append: new rows for the cache, or an absent
+    group. FETCH_AHEAD: how many key tiles ahead rows are prefetched to the L2 cache; 0 for no
+    prefetch."""
     if work.short_q is not None:
-        # The kernel that has the long sequences takes the place of programs that have ended.
+        # The kernel of the long sequences starts on the SMs of programs that have ended.
         cuda.gdc_launch_dependents()
-    # Beside the kernel that has the long sequences, that clears.
+    # If another kernel handles the long sequences, that kernel clears uncovered rows.
     CLEARS: tl.constexpr = sequences.cu_q is not None and work.short_q is None
     if CLEARS:
         clear_gaps(
@@ -531,7 +541,8 @@ def decode(
             tile.HEAD_DIM_V,
             columns_of_rows(tile.BLOCK_E, tile.VALUES, tile.SLICES_E),
         )
-    # A call of its own: assigned, constants of groups would be numbers of the launch.
+    # A separate call: if a group is assigned to a name here, its constants become launch-time
+    # numbers.
     decode_share(
         io,
         mods,

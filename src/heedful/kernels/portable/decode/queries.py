@@ -1,6 +1,6 @@
-"""Queries of a decode as operands of products, and what goes with them.
+"""Loads the queries of a decode as operands of products, and the score modifiers of their rows.
 
-Shapes: M rows (position, head of the KV head).
+Shapes: M rows (position, head of the KV head), D qk dim.
 """
 
 import triton
@@ -16,12 +16,13 @@ from heedful.kernels.portable.decode.cache import rest_words
 
 @triton.jit
 def fitted(parts, BLOCK_M: tl.constexpr):
-    """(parts of queries in float16, what each row was divided by [M, 1]): a power of two, after
-    which the largest of a row is below 4."""
+    """(parts of queries in float16, divisor of each row [M, 1]). The divisor is a power of two that
+    makes the largest magnitude of a row less than 4."""
     size_M = tl.zeros([BLOCK_M], tl.float32)
     for n in tl.static_range(len(parts)):
         size_M = tl.maximum(size_M, tl.max(tl.abs(parts[n].to(tl.float32)), 1))
-    # Its exponent, of which both the power and its inverse are normal numbers.
+    # The exponent of the largest magnitude, clamped so that both the power and its inverse are
+    # normal.
     bits_M = size_M.to(tl.int32, bitcast=True) & 0x7F800000
     bits_M = tl.minimum(tl.maximum(bits_M, 1 << 23), 253 << 23)
     inverse_M = ((254 << 23) - bits_M).to(tl.float32, bitcast=True)
@@ -33,13 +34,14 @@ def fitted(parts, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def query_columns(row_M, dims, exists_M, place_M, append: DecodeAppend, DIM: tl.constexpr):
-    """Columns `dims` of queries at the addresses row_M, rotated if the call has rotary tables.
-    place_M: that they stand at in the cache."""
+    """Columns `dims` of queries, rotated if the call has rotary tables. row_M: addresses of the
+    rows. place_M: their positions in the cache."""
     ok_MD = exists_M[:, None] & (dims < DIM)[None, :]
     if append.rotary.cos is None:
         return tl.load(row_M[:, None] + dims[None, :], mask=ok_MD, other=0.0)
     else:
-        # In their own type, as if they had been rotated before.
+        # Rotated queries are rounded to their own dtype, as if they had been rotated before the
+        # call.
         turned_MD = rotated(row_M, dims, ok_MD, place_M, append.rotary)
         return turned_MD.to(row_M.dtype.element_ty)
 
@@ -55,9 +57,12 @@ def load_query_parts(
     KEYS: tl.constexpr,
     tile: DecodeTile,
 ):
-    """The queries of a tile as a tuple: of each slice of a row, each value of its words; then those
-    of what keys have past the values that lie in them. And what scores are to be multiplied by:
-    numbers [M] where DTYPE is not KEYS, the type in which they are multiplied."""
+    """(parts, factor for scores) of the queries of a tile.
+
+    parts: a tuple with an entry for each slice of a row and each value of its words; then entries
+    for the columns of keys past the values that lie in them. The factor is a tensor [M, 1] if DTYPE
+    differs from KEYS, the dtype of the product, else 1.
+    """
     base = q.ptr + place.b * q.stride_b + place.seq.token_q * q.stride_n
     row_M = base + (pos_M.to(tl.int64) * q.stride_n + head_M * q.stride_h)
     exists_M = pos_M < place.seq.len_q
@@ -84,8 +89,8 @@ def load_query_parts(
 
 @triton.jit
 def head_of(times, head_M, place, mask: Mask, mods: ScoreMods, descales: Descales):
-    """(score modifiers of the rows of a tile, whose products with keys are to be multiplied by
-    `times`; what their results are to be multiplied by)."""
+    """(`HeadMods` of a tile's rows, factor of the results). times: factor for products
+    with keys."""
     scale = descaled(mods.scale, descales.q, place) * times
     factor = 1.0
     if descales.KV_GROUP == 0:

@@ -1,5 +1,6 @@
-"""How the results of a segment leave (split_kv/results.py): whole ones at once, partial ones to
-scratch, from where the program that finishes a work tile's last segment merges them.
+"""Stores the results of a segment of the portable decode (split_kv/results.py). Results of a whole
+work tile are stored at once. Partial ones go to scratch memory, and the program that finishes the
+work tile's last segment merges them.
 
 Shapes: M rows, P segments, W words.
 """
@@ -39,8 +40,9 @@ def store_whole(
     tile: DecodeTile,
     IS_NATURAL: tl.constexpr,
 ):
-    """Writes out and lse of `ROWS` rows from `row0` on with the sink. IS_NATURAL: their maxima are
-    in natural units, else in base 2. Rows that are stored but not used are 0 and -inf."""
+    """Stores out and lse of `ROWS` rows from `row0` on, with the sink. factor: of outputs.
+    IS_NATURAL: maxima are in natural units, else in base 2. Rows that are stored but not in use get
+    0 and -inf."""
     rows_M = row0 + tl.arange(0, ROWS)
     pos_M = rows_M // group
     head_M = place.g * group + rows_M % group
@@ -67,15 +69,14 @@ def store_whole(
 
 @triton.constexpr_function
 def columns_of_rows(block, values, slices):
-    """A power of two that the columns of a row of results are within, of which slices may be
-    three."""
+    """A power of two, at least the columns of a row of results. There may be three slices."""
     return 1 << (block * values * slices - 1).bit_length()
 
 
 @triton.jit
 def store_empty(g, number, count, io: ForwardIO, sink, params):
-    """Writes out and lse of KV head g of sequences without keys: one of `count` shares of all rows,
-    in tiles that lie across sequences."""
+    """Stores out and lse of KV head g of sequences without keys. The rows of all sequences are cut
+    into tiles, which `count` programs divide among them; this is program `number`."""
     M: tl.constexpr = params.tile.BLOCK_M
     COLUMNS: tl.constexpr = columns_of_rows(
         params.tile.BLOCK_E, params.tile.VALUES, params.tile.SLICES_E
@@ -89,7 +90,7 @@ def store_empty(g, number, count, io: ForwardIO, sink, params):
 
 @triton.jit
 def load_partials(partial_out, row_PM, exists_P, tile: DecodeTile):
-    """[P, M, W] of the segments' results, of one word of the columns."""
+    """The segments' results of one word of the columns, [P, M, W]."""
     COLUMNS: tl.constexpr = tile.SLICES_E * tile.VALUES * tile.BLOCK_E
     words = tl.arange(0, tile.BLOCK_E)
     return tl.load(
@@ -104,13 +105,13 @@ def load_partials(partial_out, row_PM, exists_P, tile: DecodeTile):
 def merged(
     partials, row, M: tl.constexpr, merge: DecodeMerge, tile: DecodeTile, IS_NATURAL: tl.constexpr
 ):
-    """(maximum, sum, outputs) of all segments of M rows from `row` on of a work tile's, in their
+    """(maximum, sum, outputs) of M rows from `row` on of a work tile, over all its segments in
     order."""
     UNIT: tl.constexpr = LOG2E if IS_NATURAL else 1.0
     WORDS: tl.constexpr = tile.SLICES_E * tile.VALUES
     COLUMNS: tl.constexpr = WORDS * tile.BLOCK_E
-    # Values on their way ahead of the weights, whose exchange between threads they would wait for:
-    # of words of more there are too few registers.
+    # With few words, values are loaded before the weights, which exchange numbers between threads.
+    # With more words there are too few registers.
     AHEAD: tl.constexpr = WORDS <= 2
     rows = row + tl.arange(0, M)
     m_M = tl.full([M], float("-inf"), tl.float32)
@@ -118,7 +119,7 @@ def merged(
     acc = ()
     for _ in tl.static_range(WORDS):
         acc = acc + (tl.zeros([M, tile.BLOCK_E], tl.float32),)
-    # Segments are near each other: 32 bits reach from the first.
+    # Segments are near each other, so that 32-bit offsets from the first one are enough.
     first = wide(partials.rest) * tile.BLOCK_M
     partial_sums = merge.partial_sums + 2 * first
     partial_out = merge.partial_out + first * COLUMNS
@@ -137,8 +138,9 @@ def merged(
         new_M = tl.maximum(m_M, tl.max(top_PM, 0))
         base_M = finite_or_zero(new_M)
         old_M = tl.exp2((m_M - base_M) * UNIT)
-        # Rounded by name: where a sum takes a thread's own product unrounded, and those of others
-        # rounded, threads that add up the same have other bits.
+        # An explicit fma rounds the weight. Else a sum might take a thread's own product unrounded
+        # and those of others rounded, and threads that compute the same sum would get different
+        # bits.
         weight_PM = tl.fma(tl.exp2((top_PM - base_M[None, :]) * UNIT), sum_PM, 0.0)
         l_M = l_M * old_M + tl.sum(weight_PM, 0)
         m_M = new_M
@@ -156,7 +158,7 @@ def merged(
 
 @triton.jit
 def store_partial(m_M, l_M, acc, slot, merge: DecodeMerge, tile: DecodeTile):
-    """Writes a segment's own normalised results, and the maximum and sum of its rows."""
+    """Stores a segment's normalised results, and the maximum and sum of its rows."""
     COLUMNS: tl.constexpr = tile.SLICES_E * tile.VALUES * tile.BLOCK_E
     rows = tl.arange(0, tile.BLOCK_M)
     words = tl.arange(0, tile.BLOCK_E)
@@ -172,10 +174,10 @@ def store_partial(m_M, l_M, acc, slot, merge: DecodeMerge, tile: DecodeTile):
 
 @triton.jit
 def await_stores():
-    """Waits until the thread's own stores have reached the cache that the GPU's programs share. For
-    CDNA, where neither a barrier nor the release by one wave waits for those of another. What this
-    breaks is told of RDNA, whose barriers wait since:
-    https://github.com/llvm/llvm-project/pull/161638."""
+    """Waits until the thread's own stores have reached the cache that all programs share. CDNA
+    needs this: neither a barrier nor the release by one wave waits for the stores of another wave.
+    RDNA had the same fault, and its barriers wait since:
+    https://github.com/llvm/llvm-project/pull/161638"""
     tl.inline_asm_elementwise(
         "s_waitcnt vmcnt(0)",
         "=v,0,~{memory}",
@@ -201,8 +203,8 @@ def finish_segment(
     tile: DecodeTile,
     IS_NATURAL: tl.constexpr,
 ):
-    """What becomes of a segment's results. factor: of values. IS_NATURAL: maxima in natural units,
-    else in base 2."""
+    """Stores a segment's results; if it is the last of its work tile to finish, merges all of them.
+    factor: of outputs. IS_NATURAL: maxima are in natural units, else in base 2."""
     row0, partials = segment.row0, segment.partials
     if merge.partial_out is None:  # noqa: SIM114  (known when compiling, and `or` is not)
         store_whole(
@@ -216,13 +218,13 @@ def finish_segment(
         store_partial(m_M, l_M, acc, partials.slot, merge, tile)
         if merge.AWAITS_STORES:
             await_stores()
-        # All threads' results, before the count says that they are there.
+        # All threads have stored their results before the count says so.
         tl.debug_barrier()
         counter = merge.counts + partials.tile
         done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
         if done == partials.count - 1:
             tl.debug_barrier()
-            # For the next launch: nobody else comes by any more.
+            # The count is 0 again for the next launch: no other program uses it any more.
             tl.store(counter, 0)
             M: tl.constexpr = tile.ROWS if tile.ROWS < MERGE_ROWS else MERGE_ROWS
             for row in range(0, tile.ROWS, M):

@@ -1,1 +1,1 @@
-"""The forward, and how partial results are merged. May import `portable.shared`."""
+"""The forward, the merge of partial results, and probabilities. May import `portable.shared`."""

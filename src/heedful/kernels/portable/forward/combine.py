@@ -1,8 +1,13 @@
-"""Merging partial attention results over disjoint keys: out = sum_s w_s out_s / sum_s w_s with
-w_s = exp(lse_s), plus the sink logit once. Shapes: S splits, M query rows, E v dim.
+"""Merges partial attention results over disjoint keys: out = sum_s w_s out_s / sum_s w_s with w_s =
+exp(lse_s), plus the sink logit once.
 
-Kernels tell a log-sum-exp in two numbers, see common/log_sum.py: what refers to the largest has two
-as well.
+The kernel is `combine_splits`. It has one program for each tile of rows of each head, and runs
+after any forward kernel that splits keys, and to merge results over a shared prefix.
+
+A log-sum-exp may come as two numbers, lse and rest, see common/log_sum.py. The largest one, from
+which the weights are computed, then has two numbers as well.
+
+Shapes: S splits, M query rows, E v dim.
 """
 
 import triton
@@ -17,16 +22,16 @@ from heedful.kernels.common.scores import exponential, finite_or_zero
 
 @triton.jit
 def weights(m_M, rest_M, lse_SM, rest_SM):
-    """(new reference, what its rounding left, factor of what was merged before, weights of parts).
-    rest_SM: None of log-sum-exps that are told in one number."""
+    """(new reference, its rest, factor for earlier sums, weights of parts). rest_SM: None if a
+    log-sum-exp is one number."""
     new_M = tl.maximum(m_M, tl.max(lse_SM, 0))
     base_M = finite_or_zero(new_M)
     old_M = m_M - base_M
     x_SM = lse_SM - base_M[None, :]
     if rest_SM is not None:
-        # The largest may have the lesser of two that are rounded alike.
+        # If log-sum-exps round to the same number, a lesser one may have been taken as the largest.
         old_M += rest_M
-        # Whoever clears the parts of rows of no sequence writes no rest.
+        # Kernels that clear parts of uncovered rows write no rest for them.
         x_SM += tl.where(lse_SM == float("-inf"), 0.0, rest_SM)
         rest_M = finite_or_zero(tl.maximum(old_M, tl.max(x_SM, 0)))
         old_M -= rest_M
@@ -36,9 +41,9 @@ def weights(m_M, rest_M, lse_SM, rest_SM):
 
 @triton.jit
 def with_parts(m_M, rest_M, l_M, acc_ME, lse_SM, rest_SM, part_SME):
-    """(maximum, its rest, sum, outputs) of what was merged before and of S parts more."""
+    """(maximum, its rest, sum, outputs) of the parts merged so far and of S more parts."""
     new_M, rest_M, old_M, w_SM = weights(m_M, rest_M, lse_SM, rest_SM)
-    # A part that saw no key weighs 0 whatever it holds.
+    # A part that saw no key has weight 0, whatever its output holds.
     part_SME = tl.where((w_SM == 0.0)[:, :, None], 0.0, part_SME * w_SM[:, :, None])
     acc_ME = acc_ME * old_M[:, None] + tl.sum(part_SME, 0)
     return new_M, rest_M, l_M * old_M + tl.sum(w_SM, 0), acc_ME
@@ -57,10 +62,13 @@ def combine_splits(
     BLOCK_S: tl.constexpr,
     BEGINS_EARLY: tl.constexpr,
 ):
-    """out (B, M, H, E) and lse (B, H, M) of partial results with a leading split axis, and of one
-    part that lies apart if there is one. BLOCK_S: splits that are loaded at once, so that none
-    waits for the one before it. BEGINS_EARLY: the launch is programmatic, and the kernel waits for
-    the one that makes the parts."""
+    """Stores out (B, M, H, E) and lse (B, H, M) of partial results with a leading split axis, and
+    of one part in memory of its own, if there is one.
+
+    BLOCK_S: splits that are loaded at once, so that none waits for the one before it. BEGINS_EARLY:
+    the launch is programmatic and may start before the kernel that computes the parts has ended, so
+    this kernel waits for it.
+    """
     if BEGINS_EARLY:
         cuda.gdc_wait()
     row0 = (tl.program_id(0) % tiles) * BLOCK_M
@@ -85,7 +93,7 @@ def combine_splits(
         at_SM = (split_S * io.partial_lse.stride_s)[:, None] + rows_M[None, :]
         ok_SM = exists_S[:, None] & exists_M[None, :]
         lse_SM = tl.load(partial_lse + at_SM, mask=ok_SM, other=float("-inf"))
-        # As others write what a part without keys has.
+        # Other libraries write +inf for a part without keys.
         lse_SM = tl.where(lse_SM == float("inf"), float("-inf"), lse_SM)
         rest_SM = None
         if HAS_REST:

@@ -1,10 +1,11 @@
 """Attention forward with an online softmax (Milakov & Gimelshein 2018; FlashAttention-2).
 
-One program makes one tile of queries of one head, over all its keys or one split of them. Tiles
-that need no mask come first, in a loop without any per-element test; the order of tiles does not
-matter to an online softmax.
+The kernel is `attention_forward`, launched by `launch/bind/portable.py`. Each program computes one
+tile of queries of one head, over all its keys or one split of them; the grid is (row tiles of all
+heads, splits). Key tiles that need no mask come first, in a loop without tests of single elements.
+An online softmax may visit tiles in any order.
 
-Shapes: B batch, H query heads, G kv heads, M query rows, N key rows, D qk dim, E v dim.
+Shapes: B batch, H query heads, G KV heads, M query rows, N key rows, D qk dim, E v dim.
 """
 
 import triton
@@ -49,11 +50,10 @@ from heedful.kernels.portable.shared.order import head_of
 def softmax_step(
     s_MN, m_M, l_M, scale, mods: ScoreMods, IS_EXACT: tl.constexpr, IS_SAFE: tl.constexpr
 ):
-    """(probabilities, new maximum, new sum, factor for what was summed before).
+    """(probabilities, new maximum, new sum, factor for earlier sums).
 
     mods.IS_ADJUSTED: scores and maximum are in natural units; else scores are raw, the maximum is
-    in log2 units, and the scale is folded into the exponent.
-    IS_SAFE: a row may have seen no key yet.
+    in base 2, and the scale is folded into the exponent. IS_SAFE: a row may have seen no key yet.
     """
     top_M = tl.max(s_MN, 1)
     if not mods.IS_ADJUSTED:
@@ -84,7 +84,7 @@ def raw_scores(
     IS_MASKED: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ):
-    """q k^T of a tile of keys. q_MR: columns of q that BLOCK_D leaves, if BLOCK_R > 0."""
+    """q k^T of a tile of keys. q_MR: the columns of q past BLOCK_D, if BLOCK_R > 0."""
     MAIN_DIM: tl.constexpr = tile.HEAD_DIM if tile.BLOCK_R == 0 else tile.BLOCK_D
     k_ND = load_keys(
         keys, io.k, descales.k, cache, descales, tile, col0, MAIN_DIM, tile.BLOCK_D, IS_MASKED
@@ -113,7 +113,7 @@ def modified_scores(
     tile: Tile,
     IS_MASKED: tl.constexpr,
 ):
-    """Raw products after score modifiers, with those that are not visible at -inf."""
+    """Raw products after score modifiers; scores that are not visible become -inf."""
     cols_N = col0 + tl.arange(0, tile.BLOCK_N)
     distance_MN = cols_N[None, :] - (rows_M + place.seq.off)[:, None]
     if mods.IS_ADJUSTED:
@@ -127,8 +127,8 @@ def modified_scores(
 
 @triton.jit
 def first_state(split, place, mods: ScoreMods, tile: Tile):
-    """(maximum, sum, output) of rows that have seen nothing but, in the first split, the sink: one
-    more key whose value is zero."""
+    """(maximum, sum, output) of rows before any key. In the first split they include the sink,
+    which is one more key whose value is zero."""
     m_M = tl.full([tile.BLOCK_M], float("-inf"), tl.float32)
     l_M = tl.zeros([tile.BLOCK_M], tl.float32)
     if mods.sink is not None:
@@ -151,8 +151,8 @@ def store_results(
     tile: Tile,
     IS_ADJUSTED: tl.constexpr,
 ):
-    """Writes out and lse. Rows of a tile that are stored but not used are written too, as rows that
-    see nothing. factor: of the probabilities' sum."""
+    """Stores out and lse. Rows of the tile that are stored but not in use are written too, as rows
+    that see nothing. factor: of outputs."""
     acc_ME *= (factor / tl.where(l_M == 0.0, 1.0, l_M))[:, None]
     if io.rest is None:
         if not IS_ADJUSTED:
@@ -192,7 +192,8 @@ def attention_forward(
     order: TileOrder,
     tile: Tile,
 ):
-    """out (.., M, H, E) and lse (B, H, M), or float32 partial ones with a leading split."""
+    """Stores out (.., M, H, E) and lse (B, H, M); with splits, float32 partial results with a
+    leading split."""
     MAIN_DIM: tl.constexpr = tile.HEAD_DIM if tile.BLOCK_R == 0 else tile.BLOCK_D
     E: tl.constexpr = tile.HEAD_DIM_V
     HAS_BIAS: tl.constexpr = mods.bias.ptr is not None
@@ -215,7 +216,7 @@ def attention_forward(
     tiles = key_tiles(row0, place, mask, tile)
     full = tiles.full_end - tiles.full_begin
     visits = full + masked_count(tiles)
-    # A sequence is split by its own length alone, so that no neighbour changes its result.
+    # A sequence is split by its own length alone, so that its result does not depend on the batch.
     per_split = tl.cdiv(visits, order.splits)
     visit_begin = tl.minimum(split * per_split, visits)
     visit_end = tl.minimum(visit_begin + per_split, visits)

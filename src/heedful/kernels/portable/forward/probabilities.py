@@ -1,6 +1,9 @@
-"""Signed probabilities, for tests: the one N x N tensor.
+"""Signed probabilities, for tests and `return_attn_probs`: the only N x N tensor.
 
-Shapes: B batch, H query heads, G kv heads, M query rows, N key rows, D qk dim.
+The kernel is `signed_probabilities`, launched by `launch/bind/portable.py` after a forward. Its
+grid has one program for each tile of the tensor.
+
+Shapes: B batch, H query heads, G KV heads, M query rows, N key rows, D qk dim.
 """
 
 import triton
@@ -39,8 +42,8 @@ def signed_probabilities(
     tiles_m,
     tiles_n,
 ):
-    """probs (B, H, M, N): probabilities before dropout, negative where it drops them. Storage
-    past the lengths used is left as it is."""
+    """Stores probs (B, H, M, N): probabilities before dropout, negative where dropout drops them.
+    Elements past the lengths in use keep their values."""
     IS_FP8: tl.constexpr = io.q.ptr.dtype.element_ty.is_fp8()
     DTYPE: tl.constexpr = tl.bfloat16 if IS_FP8 else io.q.ptr.dtype.element_ty
     IS_EXACT: tl.constexpr = tl.float32 == DTYPE
@@ -50,7 +53,7 @@ def signed_probabilities(
     pid = tl.program_id(0)
     col0 = (pid % tiles_n) * N
     row0 = (pid // tiles_n % tiles_m) * M
-    # There is room for no more than the longest sequences.
+    # The tensor has room for only as many rows as the longest sequences have.
     place = place_of_queries(pid // tiles_n // tiles_m, sequences, shape, mask, True)
     len_q, len_k = place.seq.len_q, place.seq.len_k
     if row0 >= len_q or col0 >= len_k:

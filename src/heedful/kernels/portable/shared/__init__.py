@@ -1,1 +1,1 @@
-"""What all portable kernels share. Imports nothing else of `portable`."""
+"""Code that all portable kernels share. Imports nothing else of `portable`."""

@@ -1,8 +1,8 @@
-"""The dropout mask that is made of Philox words.
+"""The dropout mask, drawn from Philox words.
 
-Score (row, col) of query head h in sequence b is kept iff word `col & 3` of the counter
-(col >> 2, row, h, b) under the 64-bit seed is below a threshold: the mask depends on indices alone,
-never on tiles. Shapes: M query rows, N key columns.
+Score (row, col) of query head h in sequence b is kept if word `col & 3` of the counter (col >> 2,
+row, h, b) under the 64-bit seed is below a threshold. So the mask depends on indices alone, never
+on tiles. Shapes: M query rows, N key columns.
 """
 
 import triton
@@ -14,7 +14,7 @@ from heedful.kernels.common.philox import origin_of, philox_words, seed_words
 
 @triton.jit
 def counter_words(words, cols_N, rows_M, head, seq):
-    """The four Philox words of each row and fourth column."""
+    """The four Philox words for each row and each group of four columns."""
     key0, key1, _ = words
     zero_MN = tl.zeros([rows_M.shape[0], cols_N.shape[0]], tl.uint32)
     places = zero_MN + cols_N[None, :], zero_MN + rows_M[:, None], zero_MN + head, zero_MN + seq
@@ -23,7 +23,8 @@ def counter_words(words, cols_N, rows_M, head, seq):
 
 @triton.jit
 def keep_quads(words, row, col, head, seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Kept scores of the tile from (row, col) on, with col % 4 == 0: one counter per 4 columns."""
+    """Which scores of the tile from (row, col) on are kept, with col % 4 == 0: one counter for four
+    columns."""
     rows_M = (row + tl.arange(0, BLOCK_M)).to(tl.uint32)
     quads_N = (col + 4 * tl.arange(0, BLOCK_N // 4)).to(tl.uint32) >> 2
     w0, w1, w2, w3 = counter_words(words, quads_N, rows_M, head, seq)
@@ -34,7 +35,8 @@ def keep_quads(words, row, col, head, seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
 
 @triton.jit
 def keep_singles(words, row, col, head, seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Kept scores of the tile from (row, col) on for any col: one counter per score."""
+    """Which scores of the tile from (row, col) on are kept, for any col: one counter for each
+    score."""
     rows_M = (row + tl.arange(0, BLOCK_M)).to(tl.uint32)
     cols_N = (col + tl.arange(0, BLOCK_N)).to(tl.uint32)
     w0, w1, w2, w3 = counter_words(words, cols_N >> 2, rows_M, head, seq)
@@ -58,8 +60,8 @@ def dropout_words(dropout: Dropout):
 def keep_tile(
     words, b, h, row0, col0, dropout: Dropout, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Kept scores [M, N] of the tile from (row0, col0) on of head h in sequence b. Indices in the
-    whole problem are modulo 2^32. words: as `dropout_words` gives them."""
+    """Which scores [M, N] of the tile from (row0, col0) on are kept, of head h in sequence b.
+    Indices in the whole problem are modulo 2^32. words: the result of `dropout_words`."""
     origin_b, origin_h, origin_m, origin_n = origin_of(dropout)
     row = origin_m + row0
     col = origin_n + col0

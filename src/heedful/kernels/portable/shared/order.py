@@ -1,4 +1,4 @@
-"""In which order programs take their work."""
+"""The order in which programs take tiles."""
 
 import triton
 import triton.language as tl
@@ -8,8 +8,8 @@ from heedful.kernels.args.shared import TileOrder
 
 @triton.jit
 def head_of(pid, order: TileOrder, total, IS_LONGEST_LAST: tl.constexpr):
-    """(tile, flat head) of a program: heads go in groups whose keys fit in L2 together, and in
-    a group the tiles with most work start first."""
+    """(tile, head over all sequences) of a program. Heads form groups whose keys fit in the L2
+    cache together. Within a group, the tiles with the most work start first."""
     per_group = order.l2_heads * order.tiles
     index = pid // per_group
     begin = index * order.l2_heads

@@ -1,8 +1,11 @@
-"""Storage that belongs to no sequence: packed tokens past a sequence's used length, between
-sequences, before the first and behind the last, and rows before a left-padded one.
+"""Clears storage that belongs to no sequence: packed tokens past a sequence's used length, between
+sequences, before the first and after the last, and rows before a left-padded sequence.
 
-The attention kernels write rows of their tiles alone, so that they need not keep addresses for
-this alive through their loops. Shapes: B batch, H heads, N rows, D and E head dims.
+The kernels are `clear_outside` and `clear_unused`, launched by `launch/bind/portable.py` beside the
+attention kernels. Those write only rows of their tiles, so that they need not keep addresses for
+this through their loops.
+
+Shapes: B batch, H heads, N rows, D and E head dims.
 """
 
 import triton
@@ -25,7 +28,7 @@ def fill_rows(
     BLOCK: tl.constexpr,
     VALUE: tl.constexpr,
 ):
-    """Writes VALUE into rows [begin, end)."""
+    """Stores VALUE in rows [begin, end)."""
     tile = tl.full([ROWS, BLOCK], VALUE, tl.float32)
     for row0 in range(begin, end, ROWS):
         store_rows(base, tile, stride_row, row0, end, DIM)
@@ -33,7 +36,7 @@ def fill_rows(
 
 @triton.jit
 def clear_outside(io: ClearOutsideIO, total, batch, heads, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """`clear_gaps`, beside attention kernels that do not clear any."""
+    """`clear_gaps` as a kernel, for attention kernels that do not call it."""
     share, shares = tl.program_id(0), tl.num_programs(0)
     clear_gaps(io.out, io.lse, 0, io.cu_seqlens, total, batch, heads, share, shares, DIM, BLOCK)
 
@@ -51,7 +54,8 @@ def clear_unused(
     BLOCK_Y: tl.constexpr,
     FILL_Y: tl.constexpr,
 ):
-    """Zeros what no sequence uses of x (B, N, H, D) and writes FILL_Y there in y (B, N, H, E)."""
+    """Stores 0 in all rows of x (B, N, H, D) that no sequence uses, and FILL_Y in those of y (B, N,
+    H, E). There is one program for each sequence and head."""
     b = wide(tl.program_id(0) // heads)
     h = wide(tl.program_id(0) % heads)
     token, used, room = sequence(b, io.cu_seqlens, io.seqused, io.leftpad, seqlen)
