@@ -1,4 +1,5 @@
-"""A consumer warpgroup: 64 query rows of every work tile."""
+"""A consumer warpgroup of the forward: it computes 64 query rows of every work tile of
+its program."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,7 +29,12 @@ from heedful.kernels.hopper.sm90.tile_scheduler import (
 
 @gluon.jit
 def consumer(outputs, q, kv, scheduler, params: HopperParams, CONSUMER: gl.constexpr):
-    """Computes rows [64 CONSUMER, 64 CONSUMER + 64) of every tile of this program."""
+    """Computes rows [64 CONSUMER, 64 CONSUMER + 64) of every work tile.
+
+    outputs, q, kv: the shared memory of results, queries, and keys and values. For each tile it
+    waits for the queries, passes over key tiles that only other consumers see, runs the mainloop,
+    and stores the rows.
+    """
     IS_FP8: gl.constexpr = params.tile.V_TRANSPOSED
     PREFETCHES: gl.constexpr = params.tile.PREFETCHES_TILE
     kv_state = kv.start()
@@ -60,7 +66,7 @@ def consumer(outputs, q, kv, scheduler, params: HopperParams, CONSUMER: gl.const
                     q, kv, sums, q_state, kv_state, blocks, params, tile, row, factors, CONSUMER
                 )
                 if PREFETCHES:
-                    # The last product runs meanwhile.
+                    # Meanwhile the last product runs.
                     scheduler_state = scheduler_state.next()
                     index, next_tile = next_work_tile(params, scheduler, index, scheduler_state)
                 acc = finish_fp8(q, kv, sums, q_state, kv_state, rest, m_M, blocks, params)

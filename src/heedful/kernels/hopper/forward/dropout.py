@@ -1,4 +1,4 @@
-"""The dropout mask of heedful.kernels.common.philox, laid out for a warpgroup's scores.
+"""The dropout mask of heedful.kernels.common.philox, in the layout of a warpgroup's scores.
 
 M query rows, N keys.
 """
@@ -11,8 +11,9 @@ from heedful.kernels.common.philox import origin_of, philox_words, seed_words
 
 @gluon.constexpr_function
 def quads_layout(M, N):
-    """Of a (M, N / 4) tile in four warps, 16 rows each: a quarter of a warp's lanes across, as in
-    the accumulator of a matrix product, so that turning one into the other stays within a warp."""
+    """The layout of a (M, N / 4) tile of counters in four warps, 16 rows each. Four lanes share a
+    row, as in the accumulator of a matrix product, so that the conversion to scores stays within a
+    warp."""
     registers = [[0, 4 << bit] for bit in range((N // 16).bit_length() - 1)] + [[8, 0]]
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [M, N // 4])
@@ -20,7 +21,8 @@ def quads_layout(M, N):
 
 @gluon.jit
 def keep_tile(dropout, tile, row, col, M: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
-    """Which scores of rows from `row` and keys from `col` are kept: one counter per 4 keys."""
+    """Which scores of rows from `row` on and keys from `col` on are kept: one counter for
+    4 keys."""
     quads: gl.constexpr = quads_layout(M, N)
     key0, key1 = seed_words(dropout.seed)
     origin_b, origin_h, origin_m, origin_n = origin_of(dropout)
@@ -36,7 +38,7 @@ def keep_tile(dropout, tile, row, col, M: gl.constexpr, N: gl.constexpr, layout:
         key1,
     )
     threshold = dropout.threshold.to(gl.uint32)
-    # A byte each, and only then the turn: the words themselves would be four times as many.
+    # Only bytes change the layout; the words themselves would be four times as much data.
     k0 = (w0 < threshold).to(gl.int8)
     k1 = (w1 < threshold).to(gl.int8)
     k2 = (w2 < threshold).to(gl.int8)
@@ -48,7 +50,8 @@ def keep_tile(dropout, tile, row, col, M: gl.constexpr, N: gl.constexpr, layout:
 
 @gluon.jit
 def drop(p_MN, dropout, tile, row, col):
-    """Probabilities with the dropped ones at zero; kept ones are scaled with the output."""
+    """Probabilities with the dropped ones at zero. The factor of the kept ones is applied to the
+    output."""
     if not dropout.IS_ON:
         return p_MN
     else:

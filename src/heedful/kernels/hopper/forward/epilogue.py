@@ -1,4 +1,4 @@
-"""How one consumer's rows leave the chip: normalised through TMA, or as split-KV partials.
+"""Stores the rows of one consumer: normalised rows through TMA, or split-KV partials in float32.
 
 M query rows, E v dim.
 """
@@ -19,8 +19,11 @@ from heedful.kernels.hopper.sm90.softmax import powers, shift_of
 
 @aggregate
 class Outputs:
-    """Where results go. boxes, tails: memory that they leave through, in boxes of `desc`; without
-    boxes it is that of `sums`, the float32 sums of every fp8 consumer. lse may be None."""
+    """Where results go. desc: the tensor map of out. lse may be None.
+
+    boxes, tails: shared memory that results pass through, in boxes of `desc`. sums: float32 sums of
+    every fp8 consumer; if they exist, results pass through them, and there are no boxes.
+    """
 
     desc: tma.tensor_descriptor
     lse: gl.tensor | gl.constexpr
@@ -51,7 +54,7 @@ class Outputs:
 
     @gluon.jit
     def box(self, place):
-        """Memory of one consumer's rows."""
+        """The shared memory of one consumer's rows."""
         if self.sums is None:
             return self.boxes.index(place)
         else:
@@ -61,8 +64,8 @@ class Outputs:
 
 @gluon.jit
 def entry_of(params, tile, split):
-    """The batch entry of a work tile in dense results: packed sequences are one together, and those
-    of splits follow each other."""
+    """The batch entry of a work tile in dense results. All packed sequences together are one entry,
+    and the entries of each split follow those of the split before."""
     if params.split.partials is not None:
         if params.seqs.cu_q is not None:
             return split
@@ -85,8 +88,8 @@ def all_heads(params):
 
 @gluon.jit
 def head_of(params, tile, row, layout: gl.constexpr):
-    """The query head of rows from `row` on: one, or where heads are packed one for each row, at
-    most the call's last."""
+    """The query head of rows from `row` on. It is one number or, with packed heads, one for each
+    row, clamped to the heads that exist."""
     if params.gqa.PACK_GQA == 1:
         return tile.head
     else:
@@ -98,7 +101,7 @@ def head_of(params, tile, row, layout: gl.constexpr):
 
 @gluon.jit
 def is_row(params, row, end, layout: gl.constexpr):
-    """Which rows from `row` on are a query before `end` of a head that exists."""
+    """Which rows from `row` on are a query before `end`, of a head that exists."""
     rows_M = row + gl.arange(0, ROWS, layout=layout)
     if params.gqa.PACK_GQA == 1:
         return rows_M < end
@@ -110,8 +113,8 @@ def is_row(params, row, end, layout: gl.constexpr):
 
 @gluon.jit
 def store_lse(lse, lse_M, tile, row, split, params, UNUSED: gl.constexpr):
-    """Writes the log-sum-exp of rows from `row` on, or what else there is one of for each row, to
-    where `lse` points. UNUSED: that of rows that are not in use."""
+    """Stores the log-sum-exp of rows from `row` on, or another number for each row, at `lse`.
+    UNUSED: the number for rows that are not in use."""
     layout: gl.constexpr = lse_M.type.layout
     place_M = query_position(params, row + gl.arange(0, ROWS, layout=layout))
     head = head_of(params, tile, row, layout)
@@ -127,7 +130,7 @@ def store_lse(lse, lse_M, tile, row, split, params, UNUSED: gl.constexpr):
 
 @gluon.jit
 def store_partial(acc_ME, tile, row, split, params, first: gl.constexpr):
-    """Writes one split's normalised rows, columns from `first` on, in float32."""
+    """Stores one split's normalised rows in float32, columns from `first` on."""
     layout: gl.constexpr = gl.SliceLayout(1, acc_ME.type.layout)
     dims_E = first + gl.arange(0, acc_ME.shape[1], layout=gl.SliceLayout(0, acc_ME.type.layout))
     heads = all_heads(params)
@@ -147,7 +150,7 @@ def store_partial(acc_ME, tile, row, split, params, first: gl.constexpr):
 
 @gluon.jit
 def keep_rows(out, used_M):
-    """Every part of an output with zeros in the other rows."""
+    """Each part of an output, with zeros in rows that are not used."""
     kept = (gl.where(rows_of(used_M, out[0]), out[0], 0.0),)
     if len(out) > 1:
         kept = kept + (gl.where(rows_of(used_M, out[1]), out[1], 0.0),)
@@ -156,20 +159,20 @@ def keep_rows(out, used_M):
 
 @gluon.jit
 def rows_of(mask_M, x_ME):
-    """A mask of rows beside one part of an output."""
+    """A mask of rows, in the layout of one part of an output."""
     return gl.convert_layout(mask_M, gl.SliceLayout(1, x_ME.type.layout))[:, None]
 
 
 @gluon.jit
 def write_rows(outputs, out, coordinates, place):
-    """Sends the parts of one consumer's rows through its shared memory."""
+    """Writes the parts of one consumer's rows to its shared memory, and from there by TMA."""
     desc = outputs.desc
     dtype: gl.constexpr = desc.dtype
     WIDTH: gl.constexpr = desc.block_type.shape[-1]
     E: gl.constexpr = out[0].shape[1]
     tma.store_wait(0)
     if outputs.sums is not None:
-        # The output takes the place of sums, which other threads may still be reading.
+        # The output replaces the sums, which other threads may still be reading.
         gl.barrier()
     if WIDTH == E:
         box = outputs.box(place)
@@ -190,7 +193,7 @@ def write_rows(outputs, out, coordinates, place):
 
 @gluon.jit
 def with_sink(m_M, l_M, tile, row, split, params):
-    """Maximum and sum of rows with the sink's logit, and what the outputs so far are scaled by."""
+    """(maximum, sum, factor of the outputs so far) of rows, with the sink's logit."""
     IS_NATURAL: gl.constexpr = params.mods.bias.ptr is not None
     layout: gl.constexpr = l_M.type.layout
     factor_M = gl.full(l_M.shape, 1.0, gl.float32, layout)
@@ -198,12 +201,12 @@ def with_sink(m_M, l_M, tile, row, split, params):
         head = head_of(params, tile, row, layout)
         sink = gl.load(params.mods.sink + head)
         if params.split.partials is not None:
-            # It enters once.
+            # The sink enters one split only.
             sink = gl.where(split == 0, sink, float("-inf"))
         top_M = gl.maximum(m_M, sink if IS_NATURAL else sink * LOG2E)
         shift_M = shift_of(top_M)
         factor_M = powers(m_M - shift_M, IS_NATURAL)
-        # In one rounding, as scores are.
+        # One rounding, as for scores.
         sink_M = sink - shift_M if IS_NATURAL else gl.fma(sink, LOG2E, -shift_M)
         l_M = l_M * factor_M + powers(sink_M, IS_NATURAL)
         m_M = top_M
@@ -212,11 +215,11 @@ def with_sink(m_M, l_M, tile, row, split, params):
 
 @gluon.jit
 def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor):
-    """Normalises one consumer's rows and writes them and their log-sum-exp. v_factor: of fp8
-    values."""
+    """Normalises one consumer's rows, and stores them and their log-sum-exp. v_factor: descale of
+    fp8 values."""
     IS_NATURAL: gl.constexpr = params.mods.bias.ptr is not None
     m_M, l_M, factor_M = with_sink(m_M, l_M, tile, row, split, params)
-    # A sum that is NaN is seen, whatever the maximum made of it: the result is NaN, not 0.
+    # A sum of NaN counts as seen, whatever the maximum is: the result is NaN, not 0.
     seen_M = l_M != 0.0
     if params.tile.V_TRANSPOSED:
         seen_M = ((l_M > 0.0) & (m_M > float("-inf"))) | (l_M != l_M)
@@ -233,7 +236,7 @@ def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor
             store_partial(out[1], tile, row, split, params, out[0].shape[1])
     else:
         if params.seqs.used_q is not None:
-            # Rows in storage that are not in use may hold anything, NaN too.
+            # Rows in storage that are not in use may hold anything, even NaN.
             used_M = is_row(params, row, tile.seq.len_q, layout)
             out = keep_rows(out, used_M)
         write_rows(outputs, out, queries_at(params, tile, row), place)
@@ -251,11 +254,12 @@ def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor
 
 @gluon.jit
 def store_empty(outputs, acc, tile, row, split, params, place, v_factor):
-    """Writes what rows that saw no key have: `acc`, zeros; a log-sum-exp of -inf, or the sink."""
+    """Stores the results of rows that saw no key: `acc`, which is zero, and a log-sum-exp of -inf
+    or of the sink."""
     row_layout: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     none_M = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
     if params.split.partials is not None and params.mods.sink is None:
-        # The merge gives such a partial no weight, whatever it holds.
+        # The merge gives such a partial no weight, whatever its output holds.
         store_lse(outputs.lse, none_M, tile, row, split, params, float("-inf"))
         if params.split.rest is not None:
             zero_M = gl.zeros([ROWS], gl.float32, row_layout)

@@ -1,8 +1,12 @@
-"""Attention forward: one producer warp, and consumer warpgroups of 64 query rows each.
+"""Attention forward for sm_90 in bfloat16, float16 and e4m3.
 
-fp8 differs in three ways: V comes transposed (fp8/transpose_v.py), P is rounded to e4m3 in
-registers (fp8/softmax.py), and output sums leave the matrix unit's accumulators, which keep some 14
-bits, for float32 ones (sm90/promotion.py).
+The kernel is `forward`, launched by `launch/bind/hopper.py` and `hopper_fp8.py`. A program has one
+producer warp, which loads tiles by TMA, and one to four consumer warpgroups of 64 query rows each.
+Programs take work tiles from the tile scheduler.
+
+fp8 differs in three ways. V is transposed first (fp8/transpose_v.py). P is rounded to e4m3 in
+registers (fp8/softmax.py). The matrix unit's accumulators keep only about 14 bits, so output sums
+are promoted to float32 (sm90/promotion.py).
 """
 
 from triton.experimental import gluon
@@ -24,8 +28,9 @@ from heedful.kernels.hopper.sm90.tile_scheduler import TileScheduler
 def forward(io: HopperIO, params: HopperParams, transpose: TransposeV, BEGINS_EARLY: gl.constexpr):
     """out = softmax(scale q k^T + score mods + mask) v over (batch, head, row, dim) tensor maps.
 
-    What a call lacks is None. transpose: for warps that transpose V, else None. BEGINS_EARLY: the
-    launch is programmatic. The one before it makes nothing that this one reads.
+    Fields of absent operands are None. transpose: the group of warps that transpose V, else None.
+    BEGINS_EARLY: the launch is programmatic. The kernel before it writes nothing that this one
+    reads.
     """
     CONSUMERS: gl.constexpr = params.tile.CONSUMERS
     CONSUMER_REGS: gl.constexpr = params.tile.CONSUMER_REGS
@@ -38,7 +43,7 @@ def forward(io: HopperIO, params: HopperParams, transpose: TransposeV, BEGINS_EA
     if TRANSPOSES:
         raw = Pipeline.allocate(transpose.v, RAW_STAGES, 1)
     fence_async_shared()
-    # A partition is compiled on its own, so that each consumer must be spelled out.
+    # Each partition is compiled separately, so each consumer is listed.
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
@@ -106,5 +111,5 @@ def forward(io: HopperIO, params: HopperParams, transpose: TransposeV, BEGINS_EA
             [CONSUMER_REGS, CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
         )
     if BEGINS_EARLY:
-        # Who waits for this kernel waits for the one before it, too.
+        # A kernel that waits for this one must wait for the kernel before this one, too.
         cuda.gdc_wait()

@@ -1,11 +1,11 @@
-"""Keys and values on their way from the producer to the consumers, two rings side by side.
+"""The rings of keys and values between the producer and the consumers.
 
-Consumers take the keys of one tile with the values of the tile before. At the first tile of some
-rows there are no values yet, and behind the last the values are alone.
+Consumers take the keys of one tile together with the values of the tile before. At the first tile
+of a work tile there are no values yet. After the last keys, the last values come alone.
 
-Those keys and those values may share a stage and its barriers (KV_SHARE_STAGES): some 20
-instructions fewer a step than with two of each, but keys lie as long as values do. Else each has a
-ring of its own.
+Those keys and those values may share a stage and its barriers (KV_SHARE_STAGES). A step then takes
+about 20 instructions fewer than with a stage for each, but keys stay as long as values do.
+Otherwise each has a ring of its own.
 """
 
 from triton.experimental import gluon
@@ -18,11 +18,12 @@ from heedful.kernels.hopper.sm90.pipeline import Pipeline, PipelineState
 
 @aggregate
 class KVState:
-    """Where in the rings a consumer or the producer is: at the keys of a tile, and at the values of
-    the tile before.
+    """The position of a consumer or the producer in the rings: at the keys of a tile, and at the
+    values of the tile before.
 
-    With shared stages `v` is None: those values are where the keys are. IN_STEP, with rings of
-    equal length, a tile's values have the number of its keys: `v` is where keys were before.
+    With shared stages `v` is None: those values are in the stage of the keys. IN_STEP: the rings
+    have equal lengths, so that a tile's values have the same index as its keys, and `v` is the
+    previous `k`.
     """
 
     k: PipelineState
@@ -31,7 +32,7 @@ class KVState:
 
     @gluon.jit
     def values(self):
-        """Where the values of the tile before are."""
+        """The state of the values of the tile before."""
         if self.v is None:
             return self.k
         else:
@@ -39,7 +40,8 @@ class KVState:
 
     @gluon.jit
     def values_of_tile(self):
-        """Of rings apart: where this tile's values are, if no keys were taken without theirs."""
+        """With separate rings: the state of this tile's values, if no keys were taken without their
+        values."""
         if self.IN_STEP:
             return self.k
         else:
@@ -47,7 +49,7 @@ class KVState:
 
     @gluon.jit
     def next(self):
-        """Behind keys and values."""
+        """The state after keys and values."""
         if self.v is None:
             return KVState(self.k.next())
         elif self.IN_STEP:
@@ -57,7 +59,7 @@ class KVState:
 
     @gluon.jit
     def after_keys(self):
-        """Behind the first keys, which come alone."""
+        """The state after the first keys, which come alone."""
         if self.v is None or self.IN_STEP:
             return self.next()
         else:
@@ -65,7 +67,7 @@ class KVState:
 
     @gluon.jit
     def after_values(self):
-        """Behind the last values, which come alone."""
+        """The state after the last values, which come alone."""
         if self.v is None:
             return self.next()
         elif self.IN_STEP:
@@ -76,9 +78,10 @@ class KVState:
 
 @aggregate
 class KVPipeline:
-    """The rings. KEEPS_K: whether keys are read again after their product, so that they stay until
-    the next tile's scores show that every warp is done with them; with shared stages they do in any
-    case. Consumers say all they do: what does not apply does nothing.
+    """Both rings. Consumers call all methods; those that do not apply do nothing.
+
+    KEEPS_K: keys are read again after their product. They stay until the next tile's scores show
+    that every warp is done with them. With shared stages they stay in any case.
     """
 
     k: Pipeline
@@ -88,8 +91,8 @@ class KVPipeline:
 
     @gluon.jit
     def allocate(io, params):
-        """With shared stages `v` is a ring beside `k`, see `Pipeline.beside`. Speculation reads
-        keys again."""
+        """The rings of a call. With shared stages `v` is a ring beside `k`, see `Pipeline.beside`.
+        Speculation reads keys again."""
         CONSUMERS: gl.constexpr = params.tile.CONSUMERS
         SHARES: gl.constexpr = params.stages.KV_SHARE_STAGES
         K_STAGES: gl.constexpr = params.stages.K_STAGES
@@ -121,8 +124,8 @@ class KVPipeline:
 
     @gluon.jit
     def load(self, k_desc, k_at, v_desc, v_at, state):
-        """Waits until there is room and starts filling it with keys and values. Those that come
-        alone the rings load by themselves."""
+        """Waits for room and starts loading keys and values. Keys or values that come alone are
+        loaded by their rings."""
         if self.KV_SHARE_STAGES:
             full = self.k.producer_acquire(state.k, state.k)
             mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
@@ -148,7 +151,7 @@ class KVPipeline:
 
     @gluon.jit
     def consumer_release_k(self, state):
-        """Unless they are kept, frees keys that finished matrix products alone have read."""
+        """Unless keys are kept, frees keys which only finished matrix products have read."""
         if not self.KEEPS_K:
             self.k.consumer_release_after_mma(state.k)
 
@@ -160,21 +163,21 @@ class KVPipeline:
 
     @gluon.jit
     def consumer_release_v(self, state):
-        """Frees values in a ring of their own that finished matrix products alone have read."""
+        """Frees values in a ring of their own, which only finished matrix products have read."""
         if not self.KV_SHARE_STAGES:
             self.v.consumer_release_after_mma(state.v)
 
     @gluon.jit
     def consumer_release_last_v(self, state):
-        """Frees values behind which no keys came."""
+        """Frees the last values, after which no keys came."""
         self.v.consumer_release_after_mma(state.values())
 
     @gluon.jit
     def skip(self, state):
         """Passes over a tile that other consumers need and this one does not.
 
-        No product holds the warps together here, so that releasing must: a warp that lagged behind
-        would miss a phase of the barrier it waits for.
+        No product keeps the warps together here, so the release must: a warp that lags would miss a
+        phase of the barrier at which it waits.
         """
         self.k.consumer_wait(state.k)
         self.k.consumer_release(state.k)
@@ -186,7 +189,7 @@ class KVPipeline:
 
     @gluon.jit
     def skip_last_values(self, state):
-        """With shared stages: passes over the last values, having skipped all tiles."""
+        """With shared stages: passes over the last values, after all tiles were skipped."""
         if self.KV_SHARE_STAGES:
             return self.skip(state)
         else:

@@ -1,4 +1,7 @@
-"""The mainloop of one consumer: scores, softmax, and the output of the tile before.
+"""The mainloop of one consumer: streams key tiles past its 64 query rows.
+
+In each step the scores of a tile and the output of the tile before are computed by the matrix unit,
+while the warpgroup computes exponentials.
 
 B batch, H query head, M query rows, N keys, D qk dim, E v dim, L lanes that share a row.
 """
@@ -47,7 +50,7 @@ from heedful.kernels.hopper.sm90.softmax import (
 
 @gluon.jit
 def start_bias(params, tile, row, j):
-    """The bias of key tile j on its way to registers, 0 without one."""
+    """Starts loading the bias of key tile j to registers; 0 if there is none."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, params.tile.BLOCK_N, 16])
     return load_bias(
         params.mods, tile, row, j * params.tile.BLOCK_N, ROWS, params.tile.BLOCK_N, layout
@@ -56,8 +59,8 @@ def start_bias(params, tile, row, j):
 
 @gluon.jit
 def apply_score_mods(s_MN, bias_MN, params, tile, row, j):
-    """Scores of key tile j with softcap, ALiBi and bias, before the mask: raw, or in natural units
-    with a bias."""
+    """Scores of key tile j with softcap, ALiBi and bias, before the mask. They are raw or, with a
+    bias, in natural units."""
     if params.mods.HAS_SOFTCAP:
         s_MN = apply_softcap(s_MN, params.mods.softcap_scale)
     return add_alibi_and_bias(s_MN, bias_MN, params.mods, tile, row, j * params.tile.BLOCK_N)
@@ -65,8 +68,8 @@ def apply_score_mods(s_MN, bias_MN, params, tile, row, j):
 
 @gluon.jit
 def resolve_overflow(q, kv, q_state, kv_state, bias_MN, m_M, l_ML, blocks, params, tile, row, j):
-    """What a warp does about sums above the limit, from scores made anew: p, references, the sums
-    before, and what these and the output so far are scaled by."""
+    """Handles a warp's sums above the limit, from scores that it computes again. Returns p,
+    references, the sums before, and the factor for these and for the output so far."""
     dtype: gl.constexpr = q.boxes.dtype
     BLOCK_N: gl.constexpr = params.tile.BLOCK_N
     MASKED: gl.constexpr = params.mask.HAS_RIGHT or params.mask.HAS_LEFT
@@ -81,7 +84,7 @@ def resolve_overflow(q, kv, q_state, kv_state, bias_MN, m_M, l_ML, blocks, param
 
 @gluon.jit
 def first_scores(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.constexpr):
-    """Scores of the first key tile, masked, with its bias and its number."""
+    """(scores of the first key tile, masked; its bias; its number)."""
     kv.consumer_wait(kv_state)
     pingpong_sync(params, CONSUMER)
     # S = Q K^T
@@ -114,14 +117,14 @@ def queue_step(q, kv, q_state, kv_state, p_MN, acc, params, CONSUMER: gl.constex
 def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.constexpr):
     """Streams the keys of `blocks` (at least one) past one consumer's rows.
 
-    The scores of a tile and the output of the tile before are computed while the exponentials of
-    this one run. Returns the unnormalised output, maximum, row sums, and the next KV state.
+    The scores of a tile and the output of the tile before are computed while exponentials run.
+    Returns the unnormalised output, maximum, row sums, and the next KV state.
     """
     dtype: gl.constexpr = q.boxes.dtype
     BLOCK_N: gl.constexpr = params.tile.BLOCK_N
     MASKED: gl.constexpr = params.mask.HAS_RIGHT or params.mask.HAS_LEFT
     IS_NATURAL: gl.constexpr = params.mods.bias.ptr is not None
-    # A bias can mask keys too.
+    # A bias can mask keys, too.
     MASKS_ROWS: gl.constexpr = MASKED or IS_NATURAL
     LIMIT: gl.constexpr = threshold_limit(dtype) * (LN2 if IS_NATURAL else 1.0)
     SPECULATIVE: gl.constexpr = params.tile.RESCALE == "speculative"
@@ -145,7 +148,8 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.c
     must_rescale = gl.to_tensor(0)
     step = gl.to_tensor(1)
     while step < steps:
-        # ptxas: what few steps need is outside of the loop: jumped over it would cost every step.
+        # ptxas: code that few steps need is outside of the loop. A jump over it would cost every
+        # step.
         last = steps - 1
         if SPECULATIVE and MASKED:
             last = gl.minimum(last, next_masked(blocks, step))
@@ -157,7 +161,7 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.c
             bias_MN = start_bias(params, tile, row, j)
             s_MN = warpgroup_mma_wait(len(acc), deps=[s_MN])
             kv.consumer_release_k(kv_state)
-            # That these scores are there means that every warp is done with the tile before.
+            # These scores exist only after every warp is done with the tile before.
             kv.consumer_release_kept_k(kv_before)
             s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j)
             if SPECULATIVE:
@@ -188,7 +192,8 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.c
                 p_MN = drop(p_MN, params.dropout, tile, row, j * BLOCK_N)
             kv_before = kv_state
             kv_state = kv_state.next()
-            # ptxas: a wait loop ends a basic block, else the wait is hoisted over exponentials.
+            # ptxas: the wait's loop ends a basic block. Otherwise the wait is hoisted over
+            # exponentials.
             kv.consumer_wait(kv_state, step + 1 < steps)
             acc = finish_output(acc)
             kv.consumer_release_v(kv_before)
@@ -196,7 +201,8 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.c
                 if must_rescale != 0:
                     acc = scale_output(acc, alpha_M)
             p_MJ = to_pairs(p_MN, dtype)
-            # ptxas: `step < last` says the same without a mask, but makes one loop of the two.
+            # ptxas: without a mask, `step < last` is the same, but it merges the two loops into
+            # one.
             goes = step < last if MASKED else step + 1 < steps
             if SPECULATIVE:
                 goes = goes & (must_rescale == 0)

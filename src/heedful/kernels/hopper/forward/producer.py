@@ -1,4 +1,5 @@
-"""The producer warp: queries, keys and values of every work tile on their way to shared memory."""
+"""The producer warp of the forward: loads queries, keys and values of every work tile to shared
+memory."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,15 +19,15 @@ from heedful.kernels.hopper.sm90.tile_scheduler import (
 
 @gluon.jit
 def q_stage_of(params, place: gl.constexpr):
-    """Which consumer's queries come in this place, and the other way round. In 16 bits, without
-    ping-pong, those that see the last key tile come first."""
+    """The consumer whose queries are loaded at this place, and also the place of a consumer's
+    queries. In 16 bits without pingpong, the consumer that sees the last key tile comes first."""
     IN_ORDER: gl.constexpr = params.tile.PINGPONG or params.tile.V_TRANSPOSED
     return place if IN_ORDER else params.tile.CONSUMERS - 1 - place
 
 
 @gluon.jit
 def producer(io: HopperIO, q, kv, scheduler, transpose: TransposeV, params: HopperParams):
-    """Feeds every tile's queries, and its keys and values in the order of visits."""
+    """Loads every tile's queries, and its keys and values in the order of visits."""
     BLOCK_N: gl.constexpr = params.tile.BLOCK_N
     q_state = PipelineState.start(params.stages.Q_STAGES)
     q_full_state = PipelineState.start(q.full.shape[0])
@@ -40,7 +41,7 @@ def producer(io: HopperIO, q, kv, scheduler, transpose: TransposeV, params: Hopp
         blocks = program_n_block_range(params, tile, split)
         steps = n_block_count(params, blocks)
         col = n_block_at(params, blocks, 0) * BLOCK_N
-        # Keys run one tile ahead of values, as the consumers take them.
+        # Keys are one tile before values, in the order in which consumers take them.
         if steps > 0:
             load_k(io, kv, params, tile, col, kv_state)
             kv_state = kv_state.after_keys()

@@ -1,4 +1,4 @@
-"""What descales make of the softmax scale and of an output. B batch, G kv head."""
+"""Applies the descales of fp8 inputs to the softmax scale and to outputs. B batch, G KV head."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,8 +14,9 @@ def at_head(descale: Descale, tile):
 
 @gluon.jit
 def score_factors(params, tile):
-    """(softcap_scale, scale_log2) of a tile, descales included: factors of its raw scores under
-    softcap, and of what comes out of it, or of raw scores if there is none."""
+    """(softcap_scale, scale_log2) of a tile, with descales. With softcap, the first is the factor
+    of raw scores and the second that of capped ones; without, the second is the factor of raw
+    scores."""
     factor = gl.to_tensor(1.0)
     if params.fp8.descales.q.ptr is not None:
         factor *= at_head(params.fp8.descales.q, tile)
@@ -26,14 +27,14 @@ def score_factors(params, tile):
         softcap_scale *= factor
     elif params.fp8.descales.q.ptr is not None or params.fp8.descales.k.ptr is not None:
         scale_log2 *= factor
-        # A hidden score, an infinity, times 0 would be NaN.
+        # A masked score, an infinity, times 0 would be NaN.
         scale_log2 = gl.where(scale_log2 == 0.0, 1e-30, scale_log2)
     return softcap_scale, scale_log2
 
 
 @gluon.jit
 def value_factor(params, tile):
-    """What v's descale makes of an output."""
+    """The factor that v's descale gives an output."""
     if params.fp8.descales.v.ptr is None:
         return gl.to_tensor(1.0)
     else:

@@ -1,4 +1,5 @@
-"""The mainloop of one fp8 consumer: P in e4m3, and output sums promoted to float32.
+"""The mainloop of one fp8 consumer: as forward/mainloop.py, with P in e4m3 and output sums that are
+promoted to float32.
 
 M query rows, N keys, D qk dim, E v dim, L lanes that share a row, C sums of a lane's row.
 """
@@ -44,15 +45,15 @@ from heedful.kernels.hopper.sm90.softmax import (
 
 @gluon.jit
 def apply_score_mods(s_MN, blocks, params, tile, row, j, factors, MAY_MASK: gl.constexpr):
-    """Raw scores of key tile j under softcap, with unseen keys masked if there may be any.
-    factors: as `score_factors` gives them."""
+    """Raw scores of key tile j with softcap and, if MAY_MASK, with unseen keys masked. factors: the
+    result of `score_factors`."""
     softcap_scale, scale_log2 = factors
     if params.mods.HAS_SOFTCAP:
         s_MN = apply_softcap(s_MN, softcap_scale)
     if MAY_MASK:
         is_partial = needs_mask(blocks, j)
         if is_partial:
-            # At the infinity that the scale, which may be negative, makes -inf.
+            # Masked scores get the infinity that the scale, which may be negative, turns into -inf.
             if scale_log2 < 0.0:
                 s_MN = apply_mask(s_MN, blocks, params, tile, row, j, float("inf"))
             else:
@@ -62,7 +63,8 @@ def apply_score_mods(s_MN, blocks, params, tile, row, j, factors, MAY_MASK: gl.c
 
 @gluon.jit
 def queue_output(words, v, kv_state, acc_ME, adds):
-    """Starts p, packed in words, times one tile of values: added to the output, or in its place."""
+    """Starts p, packed in words, times one tile of values. It is added to the output, or replaces
+    it."""
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_ME.type.layout, 4)
     p_MN = from_words(words, p_layout)
     v_NE = v.tile(kv_state).permute((1, 0))
@@ -73,8 +75,8 @@ def queue_output(words, v, kv_state, acc_ME, adds):
 def resolve_overflow(
     q, k, q_state, k_state, p_MN, sums_MCL, m_M, l_ML, blocks, params, tile, row, j, factors
 ):
-    """What a warp does about sums above the limit: p, its sums, references, the sums before, and
-    what these and the output so far are scaled by. Scores are made anew only if p has become
+    """Handles a warp's sums above the limit. Returns p, its sums, references, the sums before, and
+    the factor of these and of the output so far. Scores are computed again only if p has become
     infinite."""
     MASKED: gl.constexpr = params.mask.HAS_RIGHT or params.mask.HAS_LEFT
     if vote_above(sums_MCL, FINITE_BITS) == 0:
@@ -92,12 +94,14 @@ def resolve_overflow(
 
 @gluon.jit
 def promote(sums, acc_ME, sum_ME, m_M, base_M, products, params):
-    """Every PROMOTION_INTERVAL products, promotes accumulators to float32 sums and their base."""
+    """After every PROMOTION_INTERVAL products, adds the accumulators to the float32 sums. Returns
+    accumulators, sums in registers, and the reference of sums in shared memory."""
     if products % params.fp8.PROMOTION_INTERVAL == 0:
         if params.fp8.SUMS_IN_REGS:
             sum_ME = sum_ME + acc_ME
         else:
-            # The first time there is nothing to add to, but the last output to wait for.
+            # The first time there is nothing to add to, but the last output must have left the
+            # memory.
             if products > params.fp8.PROMOTION_INTERVAL:
                 acc_ME = with_sums(sums, acc_ME, m_M, base_M)
             else:
@@ -120,13 +124,13 @@ def first_scores(
     pingpong_arrive(params, CONSUMER)
     s_MN = warpgroup_mma_wait(0, deps=[s_MN])
     kv.consumer_release_k(kv_state)
-    # Without a mask, the last tile alone can have keys past the end.
+    # Without a mask, only the last tile can have keys past the end.
     return apply_score_mods(s_MN, blocks, params, tile, row, j, factors, True)
 
 
 @gluon.jit
 def cleared_output(v, params):
-    """Accumulators, and the float32 sums in registers, if they are there."""
+    """(accumulators, float32 sums in registers, if they are there), all 0."""
     layout: gl.constexpr = scores_layout(v.boxes.dtype, v.rows)
     acc_ME = cleared(ROWS, v.rows, layout)
     sum_ME = acc_ME
@@ -139,7 +143,7 @@ def cleared_output(v, params):
 def queue_step(
     q, kv, q_state, kv_state, kv_before, words, acc_ME, adds, params, CONSUMER: gl.constexpr
 ):
-    """Scores of one key tile, once they are there, and the output of the tile before on its way."""
+    """(scores of one key tile, the running output of the tile before)."""
     pingpong_sync(params, CONSUMER)
     # S = Q K^T
     s_MN = queue_scores(q, kv.k, q_state, kv_state.k, params.tile.BLOCK_N)
@@ -149,7 +153,7 @@ def queue_step(
     pingpong_arrive(params, CONSUMER)
     s_MN = warpgroup_mma_wait(1, deps=[s_MN])
     kv.consumer_release_k(kv_state)
-    # That these scores are there means that every warp is done with the stage before.
+    # These scores exist only after every warp is done with the stage before.
     kv.consumer_release_kept_k(kv_before)
     return s_MN, acc_ME
 
@@ -158,12 +162,11 @@ def queue_step(
 def mainloop_fp8(
     q, kv, sums, q_state, kv_state, blocks, params, tile, row, factors, CONSUMER: gl.constexpr
 ):
-    """Streams the keys of `blocks` (at least one) past one consumer's rows, as `mainloop` does.
-    Returns with the last product on its way: what `finish_fp8` needs of it, references, row sums,
-    and the next KV state."""
+    """As `mainloop`, but it returns while the last product runs: the inputs of `finish_fp8`,
+    references, row sums, and the next KV state."""
     INTERVAL: gl.constexpr = params.fp8.PROMOTION_INTERVAL
     MASKED: gl.constexpr = params.mask.HAS_RIGHT or params.mask.HAS_LEFT
-    # ptxas: behind the innermost loop, ahead of masks and rescaling, as one block of fewer jumps.
+    # ptxas: promotion after the innermost loop and before masks and rescaling has fewer jumps.
     PROMOTES_NEARBY: gl.constexpr = params.fp8.SUMS_IN_REGS and MASKED
     SPECULATIVE: gl.constexpr = params.tile.RESCALE == "speculative"
     _, scale_log2 = factors
@@ -186,8 +189,8 @@ def mainloop_fp8(
     alpha_M = gl.full(m_M.shape, 1.0, gl.float32, m_M.type.layout)
     step = gl.to_tensor(1)
     while step < steps:
-        # ptxas: what few steps need is outside of the loop: jumped over it would cost every step.
-        # So it ends before the next of them, `last`.
+        # ptxas: code that few steps need is outside of the loop. A jump over it would cost every
+        # step. So the loop ends at `last`, the next step that needs it.
         last = steps - 1
         if SPECULATIVE and MASKED:
             last = gl.minimum(last, next_masked(blocks, step))
@@ -219,7 +222,8 @@ def mainloop_fp8(
                     l_ML = l_ML + gl.sum(part_sums(p_MN), 1)
                 kv_before = kv_state
                 kv_state = kv_state.next()
-                # ptxas: a wait loop ends a basic block, else the wait is hoisted over exponentials.
+                # ptxas: the wait's loop ends a basic block. Otherwise the wait is hoisted over
+                # exponentials.
                 kv.consumer_wait(kv_state, step + 1 < steps)
                 acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
                 if params.fp8.VOTES_LAST:
@@ -279,7 +283,8 @@ def mainloop_fp8(
 
 @gluon.jit
 def finish_fp8(q, kv, sums, q_state, kv_state, rest, m_M, blocks, params):
-    """The unnormalised output: waits for the last product, frees what it read, adds the sums."""
+    """The unnormalised output: waits for the last product, frees the tiles that it read, adds the
+    sums."""
     running_ME, sum_ME, base_M, kv_before = rest
     acc_ME = warpgroup_mma_wait(0, deps=[running_ME])
     kv.consumer_release_kept_k(kv_before)

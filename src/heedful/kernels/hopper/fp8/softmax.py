@@ -1,4 +1,4 @@
-"""Softmax of the fp8 forward: p in e4m3, and references that move only where p would leave it.
+"""Softmax of the fp8 forward: p in e4m3, and references that move only where p would exceed e4m3.
 
 M query rows, N keys, J words of four keys, L lanes that share a row, C sums of a lane's row.
 """
@@ -10,27 +10,30 @@ from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.sm90.softmax import peaks
 
-# The largest probability of a row whose maximum has just been looked up, as a power of two: exact,
-# so that a row that sees one key returns its value unrounded.
+# log2 of the largest probability of a row whose reference has just moved. A power of two is exact
+# in e4m3, so that a row that sees one key returns its value unrounded.
 TOP_LOG2: gl.constexpr = gl.constexpr(4.0)
-# The logarithm of the largest e4m3.
+# log2 of the largest e4m3.
 LIMIT: gl.constexpr = gl.constexpr(math.log2(448.0))
-# As the bits of float32: that number, and what p may be for its row to be scaled.
+# Limits as the bits of float32: the largest e4m3, and the largest p from which a row can be
+# rescaled.
 E4M3_BITS: gl.constexpr = gl.constexpr(0x43E00000)  # 448
 FINITE_BITS: gl.constexpr = gl.constexpr(0x7B800000)  # 2^120
-# Keys of a row of which a lane adds up its quarter for one vote, see
+# Keys of a row that one vote covers; a lane sums its quarter of them, see
 # forward/speculative_softmax.py.
 VOTE_N: gl.constexpr = gl.constexpr(64)
 
 
 @gluon.jit
 def to_words(p_MN):
-    """Non-negative float32 values in the layout of a product's result -> e4m3, (M, J / 4, 4) words.
+    """Packs non-negative float32 values, in the layout of a product's result, as e4m3 words (M, J /
+    4, 4).
 
-    Of 16 keys, a lane holds 2t, 2t + 1, 8 + 2t, 9 + 2t of a result, and 4t to 4t + 3 of an operand.
-    So it hands its own over as those: V's keys are stored in that order (transpose_v_kernel.py).
+    A lane holds keys 2t, 2t + 1, 8 + 2t, 9 + 2t of 16 in a result, but 4t to 4t + 3 in an operand.
+    It passes its values on in the places of the latter: V's keys are stored in the matching order
+    (transpose_v_kernel.py).
     """
-    # ptxas: bytes would cross the loop's end one by one, to be put together again there.
+    # ptxas: bytes would be carried through the loop one by one, and put together again there.
     M: gl.constexpr = p_MN.shape[0]
     N: gl.constexpr = p_MN.shape[1]
     even, odd = p_MN.reshape([M, N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).split()
@@ -55,7 +58,7 @@ def to_words(p_MN):
 
 @gluon.jit
 def from_words(words, layout: gl.constexpr):
-    """The left operand (M, N) that words hold: each stands for its four bytes."""
+    """The left operand (M, N) that the words hold, four bytes each."""
     M: gl.constexpr = words.shape[0]
     N: gl.constexpr = words.shape[1] * 16
     pairs = gl.join(words, words)
@@ -68,7 +71,7 @@ def from_words(words, layout: gl.constexpr):
 
 @gluon.jit
 def part_sums(p_MN):
-    """Sums over those of each 64 keys that one lane holds, (M, C, L)."""
+    """Sums over the keys that one lane holds of each 64 keys, (M, C, L)."""
     M: gl.constexpr = p_MN.shape[0]
     C: gl.constexpr = p_MN.shape[1] // VOTE_N
     return gl.sum(gl.sum(p_MN.reshape([M, C, VOTE_N // 8, 4, 2]), 4), 2)
@@ -76,5 +79,6 @@ def part_sums(p_MN):
 
 @gluon.jit
 def reference(s_MN, scale_log2):
-    """What puts the largest p of each row at 2^TOP_LOG2, -inf where all keys are hidden."""
+    """The reference that gives the largest p of each row 2^TOP_LOG2; -inf where all keys are
+    masked."""
     return peaks(s_MN, scale_log2, False, True) - TOP_LOG2

@@ -1,10 +1,10 @@
-"""V transposed by warps that the attention kernel has to spare, while its consumers are at work.
+"""Transposes V in spare warps of the attention kernel, while its consumers are at work.
 
-The registers of a warpgroup are given out together, so that beside the producer's warp three more
-cost nothing. Two of them take tiles of V from a counter, in the order in which the attention wants
-them, transpose them as `transpose_v_kernel.py` does, and count what is ready; the producer waits
-for that count. A tile that was taken is always being worked on, and transposing waits for nothing
-but its own loads, so that programs which have not begun yet hold up no other.
+Registers are allocated by warpgroups, so three more warps beside the producer's warp cost nothing.
+Two of them take tiles of V from a counter, in the order in which the attention needs them. They
+transpose them as `transpose_v_kernel.py` does, and count the tiles that are ready. The producer
+waits for that count. A tile that was taken is always in work, and transposing waits for nothing but
+its own loads. So programs that have not begun yet hold up no other.
 
 N keys, E v dim.
 """
@@ -17,12 +17,12 @@ from heedful.kernels.hopper.sm90.compat import inline_asm
 from heedful.kernels.hopper.sm90.pipeline import PipelineState
 from heedful.kernels.hopper.sm90.tile_scheduler import l2_swizzle
 
-# A tile is this many keys times this many dims; keys [CHUNK_N n, CHUNK_N (n + 1)) of a head are
-# counted together.
+# A tile is V_TILE_N keys times V_TILE_E dims. Keys [CHUNK_N n, CHUNK_N (n + 1)) of a head have one
+# count.
 V_TILE_N: gl.constexpr = gl.constexpr(128)
 V_TILE_E: gl.constexpr = gl.constexpr(64)
 CHUNK_N: gl.constexpr = gl.constexpr(1024)
-# Tiles as they lie: one that is transposed, and the next.
+# Stages of tiles as they are stored: one that is being transposed, and the next.
 RAW_STAGES: gl.constexpr = gl.constexpr(2)
 TRANSPOSE_WARPS: gl.constexpr = gl.constexpr(2)
 
@@ -35,7 +35,7 @@ def take(transpose):
 
 @gluon.jit
 def chunk(transpose, head, key):
-    """The count of what is ready of the chunk with this key."""
+    """Address of the count of ready tiles in the chunk with this key."""
     chunks = gl.cdiv(transpose.padded_k, CHUNK_N)
     return transpose.counts + 1 + head * chunks + key // CHUNK_N
 
@@ -57,7 +57,7 @@ def wait_for_chunk(transpose, head, key):
 
 @gluon.jit
 def place(transpose, index):
-    """Head, first key and first dim of a tile: the tiles of a block of keys are neighbours, the
+    """(head, first key, first dim) of a tile. The tiles of a block of keys are neighbours, the
     heads of a group alternate, and blocks go from the last to the first."""
     V_TILES: gl.constexpr = transpose.E // V_TILE_E
     blocks = transpose.padded_k // V_TILE_N
@@ -71,25 +71,25 @@ def place(transpose, index):
 
 @gluon.constexpr_function
 def _transpose_tile(_, inputs):
-    """Assembly: `ldmatrix` hands lane 4q + w a word of four dims from each of the keys
-    16a + 8h + 2t + b, where q is 4a + t: what position q of transposed words wants. Each of the two
-    warps takes every other 16 dims.
-    """
-    # ptxas: LLVM would move tensors' index arithmetic ahead of all roles, and take their registers.
+    """Assembly that transposes a tile. `ldmatrix` gives lane 4q + w a word of four dims of each of
+    the keys 16a + 8h + 2t + b, where q is 4a + t: these are the keys of position q in transposed
+    words. Each of the two warps takes every other 16 dims."""
+    # ptxas: LLVM would move the index arithmetic of tensors before all roles, and use their
+    # registers.
     box, out, padded_k, dims = (operand[0] for operand in inputs)
     lines = [
         ".reg .b32 lane, x, strip, from, r<4>, low<2>, high<2>, column;",
         ".reg .b64 to, at, pitch, offset; .reg .pred inside, more;",
         "mov.u32 lane, %laneid;",
-        # Where the lane's row begins: lane 16h + 8b + 4a + t; 64 bytes a key, 16-byte groups of
-        # which are swapped by t.
+        # Where the lane's row begins: lane 16h + 8b + 4a + t. A key has 64 bytes, whose 16-byte
+        # groups are swapped by t.
         f"and.b32 x, lane, 3; mad.lo.u32 from, x, 144, {box};",
         "bfe.u32 x, lane, 2, 1; mad.lo.u32 from, x, 1024, from;",
         "bfe.u32 x, lane, 3, 1; mad.lo.u32 from, x, 64, from;",
         "bfe.u32 x, lane, 4, 1; mad.lo.u32 from, x, 512, from;",
         # This warp's first 16 dims.
         "mov.u32 x, %tid.x; bfe.u32 x, x, 5, 1; shl.b32 x, x, 4; xor.b32 from, from, x;",
-        # Lane 4q + w: its words are at dims 4w to 4w + 3 of these, and at position q.
+        # Lane 4q + w has words of dims 4w to 4w + 3 of these, at position q.
         "and.b32 r0, lane, 3; mad.lo.u32 x, r0, 4, x;",
         f"cvt.u64.u32 pitch, {padded_k}; mul.wide.u32 offset, x, {padded_k};",
         f"add.u64 to, {out}, offset; and.b32 r0, lane, 28; cvt.u64.u32 offset, r0;",
@@ -125,7 +125,7 @@ def _transpose_tile(_, inputs):
 
 @gluon.jit
 def transpose_tile(transpose, box, head, key, dim):
-    """Writes a tile, which lies in shared memory (V_TILE_N, V_TILE_E), with its keys innermost."""
+    """Stores a tile, which is in shared memory as (V_TILE_N, V_TILE_E), with its keys innermost."""
     out = transpose.v_t + (head.to(gl.int64) * transpose.dim_v + dim) * transpose.padded_k + key
     kinds: gl.constexpr = "r,l,r,r,~{memory}"
     inline_asm(_transpose_tile, kinds, [box, out, transpose.padded_k, transpose.dim_v - dim])
@@ -133,7 +133,7 @@ def transpose_tile(transpose, box, head, key, dim):
 
 @gluon.jit
 def count_ready(counter):
-    """Counts a tile, once every thread's part of it can be loaded by TMA anywhere."""
+    """Counts a tile as ready, once the part of every thread can be loaded by TMA from anywhere."""
     inline_asm("fence.proxy.async.global;", "~{memory}")
     gl.barrier()
     inline_asm(
@@ -146,7 +146,7 @@ def count_ready(counter):
 
 @gluon.jit
 def load_v_tile(transpose, raw, index, state):
-    """Starts loading a tile, if there is one of this number, and says where it is."""
+    """Starts loading a tile, if a tile of this number exists, and returns its place."""
     head, key, dim = place(transpose, index)
     if index < transpose.tiles:
         batch = head // transpose.heads_k
@@ -156,7 +156,7 @@ def load_v_tile(transpose, raw, index, state):
 
 @gluon.jit
 def transpose_v(transpose: TransposeV, raw):
-    """Transposes tiles until all are taken. The next is loaded meanwhile."""
+    """Transposes tiles until all are taken. Meanwhile the next one is loaded."""
     state = PipelineState.start(RAW_STAGES)
     index = take(transpose)
     head, key, dim = load_v_tile(transpose, raw, index, state)
@@ -173,9 +173,9 @@ def transpose_v(transpose: TransposeV, raw):
 
 @gluon.jit
 def wait_for_v_t(transpose, params, tile, blocks, step, col):
-    """Where the attention kernel transposes V itself: waits until the values from key `col` on are
-    ready, which come with this step's keys. Of values that are loaded in order, the first ones and
-    those of another chunk than the ones before them have anything to wait for."""
+    """If the attention kernel transposes V itself: waits until the values from key `col` on, which
+    are loaded with this step's keys, are ready. Values are loaded in order, so only the first ones,
+    and those that begin another chunk, can make it wait."""
     if transpose is not None:
         is_first = step == 1
         if blocks.swaps is not None:

@@ -1,7 +1,8 @@
-"""V as fp8 matrix products want it: keys innermost.
+"""Transposes V for fp8 matrix products, with keys innermost.
 
-fp8 WGMMA takes shared-memory operands K-major alone, and V lies (key, dim). Each KV head is
-transposed once, in device memory, before the attention kernel.
+fp8 WGMMA takes only K-major operands from shared memory, and V is stored (key, dim). The kernel
+`transpose_v` transposes each KV head once, in device memory, before the attention kernel. Its grid
+has one program for each block of positions of each head.
 
 N keys, E v dim, W words of four bytes.
 """
@@ -25,8 +26,8 @@ def transposed_word(row0, row1, row2, row3, BYTE: tl.constexpr):
 
 @triton.jit
 def sequence_at(cu_k, block, batch, total, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
-    """The packed sequence that has this block of positions: the last that begins there or ahead,
-    or the first."""
+    """The packed sequence that has this block of positions: the last one that begins at or before
+    it, or the first one."""
     ahead = 0
     for first in range(0, batch, BLOCK_B):
         other_B = first + tl.arange(0, BLOCK_B)
@@ -46,11 +47,11 @@ def transpose_v(
 ):
     """v (B, N, G, E), or packed (T, G, E), -> out (B, G, E, padded_k), or (G, E, padded_k).
 
-    Of every 16 keys, position 4t + 2h + b takes key 8h + 2t + b: the order in which a lane of an
-    attention kernel holds probabilities (see softmax.py). Positions past a sequence are zeros
-    up to a multiple of BLOCK_N. The sequence b of packed ones, which begins at token c, begins at
-    position (c // BLOCK_N + b) * BLOCK_N. tile_counter: the attention kernel's, begins at 0
-    (see sm90/tile_scheduler.py). seqlen_k: N, or T.
+    In every 16 keys, position 4t + 2h + b takes key 8h + 2t + b: the order in which a lane of the
+    attention kernel holds probabilities (see softmax.py). Positions past a sequence are zeros up to
+    a multiple of BLOCK_N. A packed sequence b that begins at token c begins at position (c //
+    BLOCK_N + b) * BLOCK_N. tile_counter: the attention kernel's, set to 0 here (see
+    sm90/tile_scheduler.py). seqlen_k: N, or T.
     """
     if io.tile_counter is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
         if tl.program_id(0) == 0:

@@ -1,1 +1,2 @@
-"""Parts that all Hopper kernels share: products, barriers, rings, work tiles, masks."""
+"""Parts that all Hopper kernels share: products, barriers, rings of tiles, work tiles, masks,
+softmax."""

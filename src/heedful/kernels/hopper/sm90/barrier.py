@@ -1,9 +1,10 @@
-"""Waiting and arriving without the warpgroup-wide barriers that Triton puts around both.
+"""Waits and arrivals at barriers without the warpgroup-wide barriers that Triton adds to both.
 
-A warpgroup's products finish together, so that one thread may release what they read. Triton cannot
-know and synchronises all four warps, which costs the fastest of them the lead it had.
+A warpgroup's products finish together, so one thread may release the memory that they read. Triton
+cannot know this. It synchronises all four warps, and the fastest of them loses its lead.
 
-Named barriers are of two warpgroups, from FIRST_NAMED on: Triton has those below.
+Named barriers here are shared by two warpgroups, 256 threads. Their numbers begin at FIRST_NAMED:
+Triton uses those below.
 """
 
 from triton.experimental import gluon
@@ -17,14 +18,14 @@ FIRST_NAMED: gl.constexpr = gl.constexpr(8)
 
 @gluon.jit
 def _named(DOES: gl.constexpr, barrier):
-    """DOES: what two warpgroups do there, in PTX."""
+    """Runs the PTX instruction DOES at a named barrier of two warpgroups."""
     WORDS: gl.constexpr = f"{DOES} $1, 256; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(WORDS, "=r,r", [gl.to_tensor(barrier)], gl.int32, False, 1)
 
 
 @gluon.jit
 def sync_named(barrier):
-    """Waits at a named barrier for the other warpgroup's arrival."""
+    """Waits at a named barrier until the other warpgroup has arrived."""
     _named("bar.sync", barrier)
 
 
@@ -36,7 +37,7 @@ def arrive_named(barrier):
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers, ready."""
+    """COUNT initialised mbarriers in shared memory; ARRIVALS arrivals complete a phase."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(COUNT):
         mbarrier.init(made.index(index), count=ARRIVALS)
@@ -60,7 +61,8 @@ def wait(bar, parity, pred=True):
 
 @gluon.jit
 def arrive_after_mma(bar):
-    """One arrival of a warpgroup that has waited for the products that read what `bar` frees."""
+    """One arrival of a warpgroup. The warpgroup has waited for the products that read the memory
+    which `bar` frees, so that a single thread can arrive for all."""
     if HAS_INLINE_ASM:
         inline_asm(
             "{ .reg .pred first; .reg .b32 t; mov.u32 t, %tid.x; and.b32 t, t, 127;\n"
@@ -74,7 +76,7 @@ def arrive_after_mma(bar):
 
 @gluon.jit
 def arrive_each_warp(bar):
-    """One arrival of each warp, behind what its threads have done: four of a warpgroup."""
+    """One arrival of each warp, after the work of its threads: four arrivals of a warpgroup."""
     inline_asm(
         "{ .reg .pred first; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 first, t, 0;\n"
         "bar.warp.sync 0xffffffff;\n"

@@ -1,7 +1,9 @@
-"""Which key tiles (n-blocks) the rows of a tile see, and in which order they are visited.
+"""Which key tiles (n-blocks) the rows of a tile see, and in which order they are visited. The
+forward's producer and consumers each compute it.
 
-Keys are visited from the last tile to the first. Visit numbers count from there, over all that the
-tile's rows see, so that a sequence is split by its own length alone.
+Key tiles are visited from the last to the first, and visits are numbered in this order. The numbers
+count all key tiles that the tile's rows see, so that the splits of a sequence depend on its own
+length alone.
 """
 
 from triton.experimental import gluon
@@ -15,11 +17,11 @@ from heedful.kernels.hopper.sm90.sequences import query_position
 
 @aggregate
 class NBlockRange:
-    """Key tiles [begin, end) that some rows see; all but [full_begin, full_end) need a mask.
+    """Some rows see key tiles [begin, end). All but [full_begin, full_end) of them need a mask.
 
-    swaps: whether the last two are visited in the other order, see `visits_last_second`.
-    With leading keys that stay visible beside a window, tiles [0, first_end) are visited after
-    these, and of all visits `visits` from number `skipped` on; else these are None.
+    swaps: whether the last two tiles are visited in the other order, see `visits_last_second`. If
+    leading keys stay visible beside a window, tiles [0, first_end) are visited after these; of all
+    visits, `visits` from number `skipped` on belong to this split. Else these fields are None.
     """
 
     begin: gl.tensor
@@ -34,7 +36,8 @@ class NBlockRange:
 
 @gluon.jit
 def n_block_range(params, tile, row, rows: gl.constexpr):
-    """The key tiles of queries [row, row + rows), as core.call.mask.MaskSpec.key_range has them."""
+    """The key tiles of queries [row, row + rows); `core.call.mask.MaskSpec.key_range` is the same
+    on the host."""
     last = gl.minimum(row + rows, tile.seq.len_q) - 1
     bounds = key_bounds(row, last, tile.seq.off, tile.seq.len_k, params.mask)
     end = gl.where(last < row, 0, gl.cdiv(bounds.stop_last, params.tile.BLOCK_N))
@@ -48,20 +51,20 @@ def n_block_range(params, tile, row, rows: gl.constexpr):
 
 @gluon.jit
 def with_swaps(blocks, swaps):
-    """The range in that order."""
+    """The range with another `swaps`."""
     return NBlockRange(blocks.begin, blocks.full_begin, blocks.full_end, blocks.end, swaps=swaps)
 
 
 @gluon.jit
 def needs_mask(blocks, j):
-    """Whether key tile j is hidden from any row in part."""
+    """Whether any row does not see a key of key tile j."""
     return (j >= blocks.full_end) | (j < blocks.full_begin)
 
 
 @gluon.jit
 def next_masked(blocks, step):
-    """Of visits from the last key tile to the first, the first from number `step` on whose tile
-    needs a mask; a number past the last if none does."""
+    """The first visit from number `step` on whose tile needs a mask; a number past the last visit
+    if none does."""
     right = blocks.end - 1 - blocks.full_end
     left = blocks.end - blocks.full_begin
     if blocks.skipped is not None:
@@ -69,17 +72,20 @@ def next_masked(blocks, step):
         left -= blocks.skipped
     masked = gl.where(step <= right, step, gl.maximum(step, left))
     if blocks.swaps is not None:
-        # The last key tile is visited at step 1 if not at 0.
+        # The last key tile is visited at step 1, if not at step 0.
         masked = gl.where(blocks.swaps & (step == 1), 1, masked)
     return masked
 
 
 @gluon.jit
 def visits_last_second(blocks):
-    """Whether the last key tile is visited after the one before it, because rows see it in part
-    and that one as a whole: what each row sees first is what its exponentials refer to, and of few
-    keys the maximum is soon exceeded. All rows of a program must agree, whose key tiles these are;
-    more rows than a tile has keys never see the last but one as a whole."""
+    """Whether the last key tile is visited after the one before it.
+
+    It is, if rows see the last tile in part and the one before it as a whole. The first tile that a
+    row sees gives the reference of its exponentials, and the maximum of few keys is soon exceeded.
+    All rows of a program must agree, so `blocks` is the program's range. If there are more rows
+    than a tile has keys, they never see the last tile but one as a whole.
+    """
     before = blocks.end - 2
     sees_all = (before >= blocks.full_begin) & (before + 1 == blocks.full_end)
     return (before >= blocks.begin) & sees_all
@@ -96,7 +102,7 @@ def n_block_count(params, blocks):
 
 @gluon.jit
 def n_block_at(params, blocks, step):
-    """The key tile visited in this step."""
+    """The key tile of visit `step`."""
     if params.mask.first is None:
         in_order = blocks.end - 1 - step
         if blocks.swaps is None:
@@ -145,9 +151,10 @@ def program_n_block_range(params, tile, split):
 
 @gluon.jit
 def consumer_n_block_range(params, tile, row, program_blocks):
-    """Of a program's key tiles, those that one consumer's rows from `row` on see."""
+    """Those key tiles of a program that the rows of one consumer, from `row` on, see."""
     if params.mask.first is not None:
-        # They see leading and later keys, with others between: too much to keep apart.
+        # The rows see leading keys and later ones, with others between. Two ranges for each
+        # consumer would take too many registers.
         return program_blocks
     else:
         blocks = n_block_range(

@@ -11,8 +11,9 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 def aggregate(cls):
-    """An aggregate that is made of its fields, in order or by name. Where a field may be a
-    constexpr, it takes None and what else the compiler knows. Triton 3.6 makes no constructors."""
+    """Makes a class a Gluon aggregate, built from its fields by order or by name. A field that may
+    be a constexpr takes None and other compile-time values. Triton 3.6 generates no constructor, so
+    this one is used for both versions."""
     names = tuple(cls.__annotations__)
     defaults = {name: cls.__dict__[name] for name in names if name in cls.__dict__}
 
@@ -37,19 +38,19 @@ _HAS_REINTERPRET: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descripto
 
 @gluon.jit
 def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """The same shared memory under another shape and layout."""
+    """The same shared memory with another shape and layout."""
     if _HAS_REINTERPRET:
         return memory.reinterpret(dtype, shape, layout)
     else:
         return memory._reinterpret(dtype, shape, layout)
 
 
-# gl.inline_asm came with 3.9: it sees a thread's registers and returns scalars.
+# gl.inline_asm came with 3.9. It takes the registers of one thread and returns scalars.
 HAS_INLINE_ASM: gl.constexpr = gl.constexpr(hasattr(gl, "inline_asm"))
 inline_asm = getattr(gl, "inline_asm", None)
 
 
 @gluon.jit
 def opaque(number):
-    """The number, of which the compiler is not to know where it came from."""
+    """The same number, hidden from the compiler's analysis."""
     return inline_asm("mov.b32 $0, $1;", "=r,r", [number], gl.int32)

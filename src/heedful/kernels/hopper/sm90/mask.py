@@ -1,4 +1,4 @@
-"""Masking scores, or probabilities, whose keys a row does not see. M query rows, N keys."""
+"""Masks scores, or probabilities, of keys that a row does not see. M query rows, N keys."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,9 +10,10 @@ from heedful.kernels.hopper.sm90.sequences import query_position
 
 @gluon.constexpr_function
 def _outside(keys, tests, value):
-    """Assembly: this value for the keys that pass one of these tests, le against the first key
-    to mask, gt against the first to show, of a thread's two rows."""
-    # ptxas: columns are immediates; of a tensor LLVM makes each ahead of all loops, and keeps it.
+    """Assembly that sets a thread's scores of two rows to `value` where a key passes one of the
+    tests. "le" compares with the first key to mask, "gt" with the first key to show."""
+    # ptxas: columns are immediates. LLVM would compute a tensor of columns before all loops, and
+    # keep it.
     count = keys // 2
     operands = [(2 * (count + i) + row, test) for i, test in enumerate(tests) for row in range(2)]
     bounds = [(f"${operand}", test) for operand, test in operands]
@@ -39,14 +40,15 @@ def _tests(has_start, has_stop):
 
 @gluon.constexpr_function
 def _kinds(operands):
-    """Constraints: scores, not in place, and the bounds."""
+    """Constraints of the assembly: scores, written to other registers than they are read from, and
+    the bounds."""
     return ("=&f", "f", *("r",) * (operands - 1))
 
 
 @gluon.jit
 def mask_outside(s_MN, start_M, stop_M, FILL: gl.constexpr = float("-inf")):
-    """A warpgroup's scores, or what became of them, with keys outside [start, stop) at FILL; one
-    of the two bounds may be None."""
+    """A warpgroup's scores or probabilities, with keys outside [start, stop) set to FILL. One of
+    the two bounds may be None."""
     if HAS_INLINE_ASM:
         operands = (s_MN,)
         if stop_M is not None:
@@ -67,8 +69,8 @@ def mask_outside(s_MN, start_M, stop_M, FILL: gl.constexpr = float("-inf")):
 
 @gluon.jit
 def apply_mask(s_MN, keys, params, tile, row, j, FILL: gl.constexpr = float("-inf")):
-    """Scores of query rows from `row` and key tile j, or what became of them, with the unseen ones
-    at FILL."""
+    """Scores or probabilities of query rows from `row` on and key tile j, with unseen keys set to
+    FILL."""
     col = j * params.tile.BLOCK_N
     M: gl.constexpr = s_MN.shape[0]
     layout: gl.constexpr = s_MN.type.layout
@@ -80,10 +82,10 @@ def apply_mask(s_MN, keys, params, tile, row, j, FILL: gl.constexpr = float("-in
     if not params.mask.HAS_LEFT:
         return mask_outside(s_MN, None, stop_M, FILL)
     elif params.tile.V_TRANSPOSED:
-        # fp8 masks in few places, where a branch for each bound costs more than both bounds.
+        # fp8 masks few tiles, where a branch for each bound would cost more than both bounds do.
         return mask_outside(s_MN, diagonal_M - params.mask.left, stop_M, FILL)
     elif params.mask.first is None:
-        # Most tiles that a bound of a window crosses the other does not.
+        # A tile that one bound of a window crosses is rarely crossed by the other.
         if j >= keys.full_end:
             s_MN = mask_outside(s_MN, None, stop_M, FILL)
         if j < keys.full_begin:
@@ -99,7 +101,7 @@ def apply_mask(s_MN, keys, params, tile, row, j, FILL: gl.constexpr = float("-in
 
 @gluon.jit
 def apply_mask_if_needed(s_MN, keys, params, tile, row, j):
-    """Scores of key tile j with the unseen ones at -inf, untouched if there are none."""
+    """Scores of key tile j with unseen keys at -inf; the same scores if all keys are seen."""
     if needs_mask(keys, j):
         s_MN = apply_mask(s_MN, keys, params, tile, row, j)
     return s_MN

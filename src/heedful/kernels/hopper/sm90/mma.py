@@ -1,6 +1,6 @@
-"""Products over tiles whose width is not a power of two: 192 columns as 128 and 64.
+"""Products over tiles whose width is not a power of two: 192 columns are 128 and 64.
 
-See pipeline.py for how such a tile lies in memory. Outputs are tuples of as many parts.
+pipeline.py says how such a tile lies in memory. An output is a tuple with one tensor for each part.
 
 M query rows, N keys, D qk columns of one part, E value columns of one part.
 """
@@ -11,12 +11,12 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from heedful.kernels.hopper.sm90.softmax import scale_rows
 
-ROWS: gl.constexpr = gl.constexpr(64)  # query rows of one consumer: what one WGMMA takes
+ROWS: gl.constexpr = gl.constexpr(64)  # one WGMMA takes 64 query rows, those of one consumer
 
 
 @gluon.constexpr_function
 def scores_layout(dtype, keys):
-    """That of a product of queries and keys of this type."""
+    """The register layout of a product of queries and `keys` keys of this dtype."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, keys, 256 // dtype.primitive_bitwidth])
 
 
@@ -35,7 +35,7 @@ def queue_scores(q, k, q_state, k_state, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def no_output(v, params):
-    """An output of zeros, in as many parts as a tile of values has."""
+    """An output of zeros, with as many parts as a tile of values has."""
     E: gl.constexpr = v.rows if params.tile.V_TRANSPOSED else v.dim
     layout: gl.constexpr = scores_layout(v.boxes.dtype, E)
     acc = (gl.zeros([ROWS, E], gl.float32, layout),)
@@ -48,7 +48,7 @@ def no_output(v, params):
 
 @gluon.jit
 def queue_output(p_MN, v, v_state, acc):
-    """Starts adding p times one tile of values to every part of the output."""
+    """Starts adding p times one tile of values to each part of the output."""
     out = (warpgroup_mma(p_MN, v.tile(v_state), acc[0], is_async=True),)
     if v.tails is not None:
         p_MN = gl.convert_layout(p_MN, gl.DotOperandLayout(0, acc[1].type.layout, 2))
@@ -58,7 +58,7 @@ def queue_output(p_MN, v, v_state, acc):
 
 @gluon.jit
 def finish_output(acc):
-    """The output, once everything queued is done."""
+    """The output, after all queued products are done."""
     if len(acc) == 1:
         return (warpgroup_mma_wait(0, deps=[acc[0]]),)
     else:
@@ -67,7 +67,7 @@ def finish_output(acc):
 
 @gluon.jit
 def scale_output(acc, alpha_M):
-    """Multiplies row m of every part by alpha_M[m]."""
+    """Multiplies row m of each part by alpha_M[m]."""
     out = ()
     for part in gl.static_range(len(acc)):
         out = out + (scale_rows(acc[part], alpha_M),)

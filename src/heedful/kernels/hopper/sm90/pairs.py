@@ -1,4 +1,4 @@
-"""Probabilities, and gradients of scores, as pairs of 16-bit floats in a register each.
+"""Packs probabilities, or gradients of scores, as two 16-bit floats in one register.
 
 M query rows, N keys, J pairs of neighbouring keys.
 """
@@ -11,8 +11,10 @@ from heedful.kernels.hopper.sm90.compat import inline_asm
 
 @gluon.jit
 def to_pairs(p_MN, dtype: gl.constexpr):
-    """Rounds (M, N) to (M, N / 2) int32, the lower key in the lower half."""
-    # ptxas: 16-bit floats would cross a loop's end one by one, float32 take twice the registers.
+    """Rounds (M, N) to 16 bits and packs it as (M, N / 2) int32, the lower key in the
+    lower half."""
+    # ptxas: 16-bit floats would be carried through a loop one by one; float32 would take twice the
+    # registers.
     M: gl.constexpr = p_MN.shape[0]
     N: gl.constexpr = p_MN.shape[1]
     even_MJ, odd_MJ = p_MN.reshape([M, N // 2, 2]).split()
@@ -24,7 +26,7 @@ def to_pairs(p_MN, dtype: gl.constexpr):
 
 @gluon.jit
 def from_pairs(p_MJ, dtype: gl.constexpr, layout: gl.constexpr):
-    """The (M, N) tensor again, in the layout of a product's left operand."""
+    """Unpacks pairs to (M, N), in the layout of a product's left operand."""
     even_MJ, odd_MJ = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p_MJ], (gl.int16, gl.int16), True, 1
     )
@@ -34,7 +36,7 @@ def from_pairs(p_MJ, dtype: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def bfloat16_pairs(p_MJ):
-    """Pairs of float16 as pairs of bfloat16."""
+    """Converts pairs of float16 to pairs of bfloat16."""
     text: gl.constexpr = """{
         .reg .b16 low, high;
         .reg .f32 even, odd;
@@ -48,8 +50,8 @@ def bfloat16_pairs(p_MJ):
 
 @gluon.jit
 def lane_place():
-    """Where a thread stores its first row of `store_pairs`, in bytes: its own, though the compiler
-    takes it for the warp's."""
+    """The offset in bytes at which a thread stores its first row in `store_pairs`. It differs
+    between lanes, though the compiler treats it as one number of the warp."""
     return inline_asm(
         """{ .reg .b32 t, row, flip;
         mov.u32 t, %tid.x; and.b32 flip, t, 15; shr.u32 row, t, 1; and.b32 row, row, 48;
@@ -64,9 +66,9 @@ def lane_place():
 
 @gluon.constexpr_function
 def _store_pairs(outputs, inputs):
-    """Assembly: four 8 x 8 matrices at a time, of the warp's 16 rows and 16 columns. A row has 128
-    bytes for 64 columns, whose sixteens are permuted by its place among eight (the 128-byte
-    swizzle)."""
+    """Assembly that stores four 8 x 8 matrices at a time: 16 columns of the warp's 16 rows. A row
+    of 64 columns has 128 bytes. Its 16-byte pieces are permuted by the row's number modulo eight
+    (the 128-byte swizzle)."""
     values, memory, lane = inputs[0], inputs[1][0], inputs[2][0]
     lines = [f"{{ .reg .b32 base, at; add.u32 base, {memory}, {lane};"]
     for i in range(0, len(values), 4):
@@ -78,7 +80,7 @@ def _store_pairs(outputs, inputs):
 
 @gluon.jit
 def store_pairs(memory, x_MJ, lane):
-    """Stores 64 x 64 16-bit floats where TMA and products expect them, visible to these once
-    synchronised. Others' reads are the caller's to wait for: the compiler puts no barrier of the
-    warpgroup ahead of it, as it does ahead of its own stores. lane: `lane_place()`."""
+    """Stores 64 x 64 16-bit floats in the layout that TMA and products expect; they see it after
+    the next barrier. The caller must wait until others have read the memory: unlike its own stores,
+    the compiler puts no barrier of the warpgroup before this one. lane: `lane_place()`."""
     inline_asm(_store_pairs, ("r", "r", "r"), [x_MJ, memory, lane])

@@ -1,6 +1,6 @@
-"""Ping-pong between consumers: one queues its matrix products while another is in its softmax.
+"""Pingpong between consumers: one queues its matrix products while another computes its softmax.
 
-Each consumer waits at a named barrier, where the one before it arrives.
+Each consumer waits at a named barrier of its own, and the consumer before it arrives there.
 """
 
 from triton.experimental import gluon
@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.sm90.barrier import FIRST_NAMED, arrive_named, sync_named
 
-# Named barriers of the forward: of consumer 0, and of the others behind it.
+# The barrier of consumer 0; those of the other consumers follow.
 TURN_BARRIER: gl.constexpr = FIRST_NAMED
 
 
@@ -28,7 +28,7 @@ def pingpong_arrive(params, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def skip(kv, kv_state, count, params, CONSUMER: gl.constexpr):
-    """Passes over tiles that other consumers of this program need and this one does not."""
+    """Passes over `count` tiles that other consumers of this program need and this one does not."""
     for _ in range(count):
         pingpong_sync(params, CONSUMER)
         pingpong_arrive(params, CONSUMER)
@@ -38,7 +38,7 @@ def skip(kv, kv_state, count, params, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def skip_all(kv, kv_state, count, params, CONSUMER: gl.constexpr):
-    """Passes over all tiles that this program works on: there may be none."""
+    """Passes over all tiles that this program visits; there may be none."""
     kv_state = skip(kv, kv_state, count, params, CONSUMER)
     if count > 0:
         kv_state = kv.skip_last_values(kv_state)

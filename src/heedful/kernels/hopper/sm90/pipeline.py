@@ -1,4 +1,6 @@
-"""Rings of tiles in shared memory, each stage with a full and an empty barrier."""
+"""Rings of tiles in shared memory. Each stage of a ring has a full and an empty barrier: the
+producer waits for the empty one and fills the stage, consumers wait for the full one and release
+the stage."""
 
 import math
 
@@ -12,7 +14,8 @@ from heedful.kernels.hopper.sm90.compat import aggregate, reinterpret, tma_load
 
 @aggregate
 class PipelineState:
-    """Which stage of a ring is next, and the phase of the pass through it."""
+    """The next stage of a ring (index), and the parity of the current pass through the ring
+    (phase)."""
 
     index: gl.tensor
     phase: gl.tensor
@@ -32,7 +35,7 @@ class PipelineState:
 
     @gluon.jit
     def ahead(self, count: gl.constexpr):
-        """The stage `count` further on, at most once around."""
+        """The state `count` stages later; `count` is at most once around."""
         index = self.index + count
         wraps = index >= self.stages
         index = gl.where(wraps, index - self.stages, index)
@@ -41,20 +44,21 @@ class PipelineState:
 
 @gluon.jit
 def stage_of(count, stages: gl.constexpr):
-    """Where a ring is once it has advanced so often."""
-    # ptxas: one number takes less registers than a state for each of rings that advance together.
+    """The state of a ring that has advanced `count` times."""
+    # ptxas: one number takes fewer registers than a state for each of several rings that advance
+    # together.
     return PipelineState(count % stages, (count // stages) & 1, stages)
 
 
 @gluon.constexpr_function
 def box_rows(shape):
-    """Rows of a box, whatever dims they are spread over."""
+    """Rows of a TMA box: the product of all dims but the last."""
     return math.prod(shape[:-1])
 
 
 @gluon.jit
 def allocate_boxes(desc, boxes: gl.constexpr):
-    """Memory for that many boxes."""
+    """Shared memory for `boxes` boxes of a tensor map."""
     shape: gl.constexpr = desc.block_type.shape
     return gl.allocate_shared_memory(desc.dtype, [boxes] + shape, desc.layout)
 
@@ -68,7 +72,7 @@ def matrix(box, rows: gl.constexpr, dim: gl.constexpr):
 
 @gluon.jit
 def pair_of_boxes(boxes, index, rows: gl.constexpr, dim: gl.constexpr):
-    """Boxes 2 index and 2 index + 1 as (rows, dim)."""
+    """Boxes 2 index and 2 index + 1 as one tile (rows, dim)."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, dim], boxes.dtype)
     pairs: gl.constexpr = boxes.shape[0] // 2
     return reinterpret(boxes, boxes.dtype, [pairs, rows, dim], layout).index(index)
@@ -76,23 +80,24 @@ def pair_of_boxes(boxes, index, rows: gl.constexpr, dim: gl.constexpr):
 
 @gluon.constexpr_function
 def full_barriers(stages, consumers):
-    """How many full barriers there are in a ring whose tiles go round robin to `consumers`.
+    """How many full barriers a ring has whose tiles go round robin to `consumers`.
 
-    One bit tells a phase of a barrier from the one before it, and no further. So who waits at a
-    barrier must see each of its phases. Of a multiple of `consumers` each barrier has one consumer.
+    A parity distinguishes a phase of a barrier only from the phase before it. So whoever waits at a
+    barrier must see each of its phases. With a multiple of `consumers` barriers, each barrier has
+    only one consumer.
     """
     return -(-stages // consumers) * consumers
 
 
 @aggregate
 class Pipeline:
-    """`stages` tiles of `rows` x `dim` filled by TMA and read by `readers` warpgroups.
+    """A ring of `stages` tiles of `rows` x `dim`, filled by TMA and read by `readers` warpgroups.
 
-    A tile is written as a (1, ..., 1, rows, dim) box, or one whose rows are spread over dims, and
-    read as (rows, dim). One of 192 columns is three boxes of 64: two beside each other in `boxes`,
-    read as one, and a third in `tails`, else None. full: as many as there are stages; or more,
-    where tiles go round robin to several consumers, see `full_barriers`, which then have a state of
-    their own.
+    A tile is written as a (1, ..., 1, rows, dim) box, or as one whose rows are spread over several
+    dims, and read as (rows, dim). A tile of 192 columns is three boxes of 64: two adjacent ones in
+    `boxes`, which are read as one, and a third in `tails`. For other widths `tails` is None. full:
+    one barrier for each stage. If tiles go round robin to several consumers, there may be more
+    (`full_barriers`); then they have a pipeline state of their own.
     """
 
     boxes: gl.shared_memory_descriptor
@@ -121,7 +126,7 @@ class Pipeline:
 
     @gluon.jit
     def beside(desc, other):
-        """Tiles that share the stages of another ring, and its barriers."""
+        """A ring that shares the stages of another ring, and its barriers."""
         shape: gl.constexpr = desc.block_type.shape
         boxes = allocate_boxes(desc, other.full.shape[0])
         return Pipeline(boxes, None, other.full, other.empty, box_rows(shape), shape[-1])
@@ -134,7 +139,7 @@ class Pipeline:
         stages: gl.constexpr,
         readers: gl.constexpr,
     ):
-        """Tiles that several boxes fill, see `sequences.load_pages`."""
+        """A ring whose tiles are each filled by several boxes, see `sequences.load_pages`."""
         layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, dim], dtype)
         boxes = gl.allocate_shared_memory(dtype, [stages, rows, dim], layout)
         return Pipeline.over(boxes, stages, readers, rows, dim)
@@ -149,7 +154,7 @@ class Pipeline:
         tails=None,
         consumers: gl.constexpr = 1,
     ):
-        """The ring of these boxes, its barriers ready."""
+        """The ring of these boxes, with initialised barriers."""
         fulls: gl.constexpr = full_barriers(stages, consumers)
         full = gl.allocate_shared_memory(gl.int64, [fulls, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
@@ -161,7 +166,8 @@ class Pipeline:
 
     @gluon.jit
     def barrier_state(self, state, full_state):
-        """Where the full barrier of the tile at `state` is."""
+        """The state of the full barriers: `state`, or `full_state` if there are more barriers than
+        stages."""
         if self.full.shape[0] == self.empty.shape[0]:
             return state
         else:
@@ -169,14 +175,14 @@ class Pipeline:
 
     @gluon.jit
     def producer_acquire(self, state, full_state):
-        """Waits until stage `state` is free, and returns its full barrier."""
+        """Waits until stage `state` is empty, and returns its full barrier."""
         full = self.full.index(full_state.index)
         mbarrier.wait(self.empty.index(state.index), state.phase ^ 1)
         return full
 
     @gluon.jit
     def load(self, desc, coordinates, state, full_state=None):
-        """Waits until stage `state` is free and starts filling it."""
+        """Waits until stage `state` is empty and starts filling it."""
         full = self.producer_acquire(state, self.barrier_state(state, full_state))
         if self.tails is None:
             mbarrier.expect(full, desc.block_type.nbytes)
@@ -196,7 +202,7 @@ class Pipeline:
 
     @gluon.jit
     def tile(self, state):
-        """A tile, or of three boxes the first two."""
+        """A tile; the first two boxes of a tile that has three."""
         if self.tails is None:
             return matrix(self.boxes.index(state.index), self.rows, self.dim)
         else:
@@ -209,7 +215,7 @@ class Pipeline:
 
     @gluon.jit
     def consumer_release_after_mma(self, state):
-        """Frees a stage that only finished matrix products of this warpgroup have read."""
+        """Frees a stage which only finished matrix products of this warpgroup have read."""
         barrier.arrive_after_mma(self.empty.index(state.index))
 
     @gluon.jit

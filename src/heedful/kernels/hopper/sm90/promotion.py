@@ -1,7 +1,8 @@
-"""float32 sums of the output in shared memory, each thread's own values in a column of its own.
+"""Keeps float32 sums of the fp8 output in shared memory. Each thread has a column of its own there.
 
-No thread reads what another wrote, which Triton cannot know: through its own loads and stores a
-warpgroup would wait for itself three times a promotion, and move 8 bytes at a time instead of 16.
+No thread reads what another wrote, but Triton cannot know this. With its loads and stores, a
+warpgroup would wait for itself three times in each promotion, and would move 8 bytes at a time
+instead of 16.
 """
 
 from triton.experimental import gluon
@@ -15,7 +16,8 @@ THREADS = 128
 
 @gluon.constexpr_function
 def _moves(values, place, instruction):
-    """Assembly: moves four values at a time between registers and this thread's column."""
+    """Assembly that moves four values at a time between registers and this thread's column.
+    instruction: "ld" or "st"."""
     lines = ["{ .reg .b32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; shl.b32 t, t, 4;"]
     lines.append(f"add.u32 t, t, {place};")
     for i in range(0, len(values), 4):
@@ -42,14 +44,14 @@ def _clear(outputs, _):
 
 @gluon.jit
 def cleared(ROWS: gl.constexpr, E: gl.constexpr, layout: gl.constexpr):
-    """Zeros that the compiler does not know as such."""
-    # ptxas: known ones are written behind the first exponentials, once for each way into the loop.
+    """Zeros that the compiler does not know to be zeros."""
+    # ptxas: known zeros are written after the first exponentials, once for each way into the loop.
     return inline_asm(_clear, ("=f",), [], gl.distributed_type(gl.float32, [ROWS, E], layout))
 
 
 @gluon.jit
 def allocate_sums(CONSUMERS: gl.constexpr, E: gl.constexpr, dtype: gl.constexpr):
-    """Memory for the output of every consumer in this type, as rows of float32."""
+    """Shared memory for the output of every consumer in this dtype, as rows of float32."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     rows: gl.constexpr = E // 2 * dtype.primitive_bitwidth // 32
     return gl.allocate_shared_memory(gl.float32, [CONSUMERS, rows, 128], plain)
@@ -62,7 +64,7 @@ def store_sums(sums, acc_ME):
 
 @gluon.jit
 def with_sums(sums, acc_ME, m_M, base_M):
-    """The accumulator, in units of 2^-m_M, with the sums that were stored at base_M added."""
+    """The accumulator, in units of 2^-m_M, plus the sums that were stored at base_M."""
     old_ME = inline_asm(_load, ("=&f", "r"), [sums], acc_ME.type)
     factor_M = gl.where(base_M == float("-inf"), 0.0, gl.exp2(base_M - m_M))
     return acc_ME + scale_rows(old_ME, factor_M)

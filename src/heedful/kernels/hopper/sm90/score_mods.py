@@ -1,8 +1,9 @@
-"""What is done to the scores ahead of the softmax: softcap, ALiBi and an additive bias.
+"""Modifies scores before the softmax: softcap, ALiBi and an additive bias.
 
-Scores are raw until the softmax scales them, so that what ALiBi takes off is divided by that unit.
-Those that a bias is added to are in natural units from there on: a bias of -1e30 is a number like
-others. M query rows, N keys.
+Scores are raw until the softmax scales them, so the term of ALiBi is divided by that scale. With a
+bias, scores are in natural units from here on: a bias of -1e30 is then a number like any other.
+
+M query rows, N keys.
 """
 
 from triton.experimental import gluon
@@ -11,15 +12,16 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def apply_softcap(s_MN, softcap_scale):
-    """tanh(s scale / softcap), as 1 - 2 / (1 + 2^(s softcap_scale)); what follows scales it by
-    softcap log2(e)."""
+    """tanh(s scale / softcap), computed as 1 - 2 / (1 + 2^(s softcap_scale)). The softmax then
+    scales it by softcap log2(e)."""
     return 1.0 - 2.0 / (1.0 + gl.exp2(s_MN * softcap_scale))
 
 
 @gluon.jit
 def load_bias(mods, tile, row, col, M: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
-    """Bias of rows from `row` and keys from `col`, as it is stored; 0 without one. Rows and keys
-    past the sequence repeat its last: their scores are hidden or never stored."""
+    """The bias of rows from `row` on and keys from `col` on, in its stored dtype; 0 if there is
+    none. Rows and keys past the sequence repeat its last one: their scores are masked or never
+    stored."""
     if mods.bias.ptr is None:
         return gl.to_tensor(0)
     else:
@@ -30,7 +32,7 @@ def load_bias(mods, tile, row, col, M: gl.constexpr, N: gl.constexpr, layout: gl
         base += tile.head.to(gl.int64) * mods.bias.stride_h
         base += gl.to_tensor(col).to(gl.int64) * mods.bias.stride_n
         rows_M1 = (base + rows_M * mods.bias.stride_m)[:, None]
-        # Without a bound on the keys, neighbours are one load.
+        # Without a bound on the keys, one load takes neighbouring elements.
         if col + N <= tile.seq.len_k:
             bias_MN = gl.load(rows_M1 + key_N[None, :] * mods.bias.stride_n)
         else:
@@ -41,8 +43,9 @@ def load_bias(mods, tile, row, col, M: gl.constexpr, N: gl.constexpr, layout: gl
 
 @gluon.jit
 def add_alibi_and_bias(s_MN, bias_MN, mods, tile, row, col):
-    """Raw scores with ALiBi, or with a bias in natural units. What is rounded is said, since what
-    the compiler may contract it does not contract alike in every loop."""
+    """Raw scores with ALiBi or, if there is a bias, scores in natural units with it. The fused
+    multiply-adds are explicit, since the compiler does not contract expressions alike in every
+    loop."""
     M: gl.constexpr = s_MN.shape[0]
     N: gl.constexpr = s_MN.shape[1]
     layout: gl.constexpr = s_MN.type.layout

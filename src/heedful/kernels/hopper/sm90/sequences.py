@@ -1,4 +1,7 @@
-"""Which part of its storage a sequence uses, and where its keys lie: dense, packed, in pages."""
+"""Which rows of its storage a sequence uses, and where its keys lie: dense, packed, or in pages.
+
+The producers of all Hopper kernels load tiles from here.
+"""
 
 from typing import Any, NamedTuple
 
@@ -9,13 +12,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from heedful.kernels.common.sequences import Seqlens, within
 from heedful.kernels.hopper.sm90.compat import reinterpret, tma_load
 
-# Packed sequences begin at multiples of this in V transposed.
+# In the transposed V, packed sequences begin at multiples of this.
 V_T_BLOCK: gl.constexpr = gl.constexpr(128)
 
 
 class WorkTile(NamedTuple):
-    """One block of query rows of one head of a sequence (`Seqlens`), of which all rows in storage
-    get a result. kv_batch: which batch entry its keys are in."""
+    """One block of query rows of one head of a sequence (`Seqlens`). All its rows in storage get a
+    result. kv_batch: the batch entry of its keys."""
 
     batch: Any
     head: Any
@@ -27,8 +30,8 @@ class WorkTile(NamedTuple):
 
 @gluon.jit
 def sequence(cu_seqlens, batch, seqlen):
-    """Where a sequence begins among packed tokens, and its length; `seqlen`, or of packed tokens so
-    many at most, whatever cu_seqlens says."""
+    """(first token, length) of a sequence. Without cu_seqlens this is 0 and `seqlen`. Else `seqlen`
+    counts all packed tokens, and both numbers are clamped to it."""
     if cu_seqlens is None:
         return gl.to_tensor(0), seqlen
     else:
@@ -38,11 +41,11 @@ def sequence(cu_seqlens, batch, seqlen):
 
 @gluon.jit
 def box(IS_PACKED: gl.constexpr, batch, head, start, length, row):
-    """Coordinates of rows from `row` of one head, in a map that ends with the sequence.
+    """Coordinates of rows from `row` on of one head, in a tensor map that ends with the sequence.
 
-    Dense: (batch, head, row, 0). Packed sequences share one map; that rows past the end of each
-    are still zeros when read and dropped when written takes a dimension that ends at 2^30 and one
-    whose stride wraps around 2^64 bytes (see heedful.launch.bind.hopper_maps).
+    Dense: (batch, head, row, 0). Packed sequences share one map, and yet rows past the end of each
+    must be zeros when read and dropped when written. This takes a dimension that ends at 2^30, and
+    one whose stride wraps around 2^64 bytes (see heedful.launch.bind.hopper_maps).
     """
     if IS_PACKED:
         return [1 << 30, start + length, head, (1 << 30) - length + row, 0]
@@ -52,11 +55,11 @@ def box(IS_PACKED: gl.constexpr, batch, head, start, length, row):
 
 @gluon.jit
 def trim(params, tile):
-    """The tile with the lengths that its sequence uses, and where these keys begin.
+    """The tile with the lengths that its sequence uses, and with the first token of its keys.
 
-    Whatever values lengths and indices hold, what is read lies within the caller's tensors: lengths
-    end with the storage, a batch entry that does not exist is the first or the last, and a page
-    that does not exist is zeros or another page.
+    Whatever lengths and indices the arrays hold, reads stay within the caller's tensors. Lengths
+    are clamped to the storage, and batch entries to those that exist. A page that does not exist
+    gives zeros or another page.
     """
     seq = tile.seq
     len_q, token_k, len_k, off = seq.len_q, seq.token_k, seq.len_k, seq.off
@@ -71,7 +74,7 @@ def trim(params, tile):
         len_k = within(gl.load(params.seqs.used_k + tile.batch), 0, len_k)
     if params.kv.batch_idx is not None:
         kv_batch = within(gl.load(params.kv.batch_idx + tile.batch), 0, params.kv.entries - 1)
-    # A bias has no more rows and keys than that.
+    # A bias has only so many rows and keys.
     if params.mods.longest_q is not None:
         len_q = gl.minimum(len_q, params.mods.longest_q)
     if params.mods.longest_k is not None:
@@ -101,7 +104,7 @@ def trim(params, tile):
 
 @gluon.jit
 def query_position(params, row):
-    """Which query of its sequence a row of a tile is."""
+    """The query of its sequence that a row of a tile belongs to."""
     if params.gqa.PACK_GQA == 1:
         return row
     else:
@@ -110,7 +113,7 @@ def query_position(params, row):
 
 @gluon.jit
 def queries_at(params, tile, row):
-    """Coordinates of query or output rows, those that are not in use among them."""
+    """Coordinates of query or output rows; these include rows that are not in use."""
     if params.gqa.PACK_GQA > 1:
         return [tile.batch, tile.head, row // params.gqa.PACK_GQA, 0, 0]
     else:
@@ -120,8 +123,8 @@ def queries_at(params, tile, row):
 
 @gluon.jit
 def keys_at(params, tile, rows_each, col):
-    """Coordinates of keys or values from `col` on, in a map that has `rows_each` rows a batch
-    entry."""
+    """Coordinates of keys or values from `col` on. rows_each: rows of a batch entry in the tensor
+    map."""
     if params.kv_rows.IS_RAGGED:
         start = tile.seq.token_k.to(gl.int32) + tile.kv_batch * rows_each
         return box(True, 0, tile.kv_head, start, tile.seq.len_k, col)
@@ -131,7 +134,8 @@ def keys_at(params, tile, rows_each, col):
 
 @gluon.jit
 def values_at(params, tile, col):
-    """Coordinates of values from `col` on; transposed ones: (batch, kv_head, dim, position)."""
+    """Coordinates of values from `col` on; in transposed values, (batch, kv_head,
+    dim, position)."""
     if not params.tile.V_TRANSPOSED:
         return keys_at(params, tile, params.kv_rows.v_rows, col)
     elif params.seqs.cu_k is None:
@@ -142,7 +146,7 @@ def values_at(params, tile, col):
 
 @gluon.jit
 def load_k(io, kv, params, tile, col, kv_state):
-    """Waits until there is room and starts filling it with keys from `col` on."""
+    """Waits for an empty stage and starts filling it with keys from `col` on."""
     rows = params.kv_rows.k_rows
     if params.kv.table is None:
         kv.k.load(io.k, keys_at(params, tile, rows, col), kv_state.k)
@@ -152,7 +156,7 @@ def load_k(io, kv, params, tile, col, kv_state):
 
 @gluon.jit
 def load_v(io, kv, params, tile, col, kv_state):
-    """As load_k, values."""
+    """As `load_k`, for values."""
     if params.kv.table is None:
         kv.v.load(io.v, values_at(params, tile, col), kv_state.values())
     else:
@@ -161,7 +165,7 @@ def load_v(io, kv, params, tile, col, kv_state):
 
 @gluon.jit
 def load_k_and_v(io, kv, params, tile, k_col, v_col, kv_state):
-    """As load_k and load_v, which may share a stage."""
+    """As `load_k` and `load_v`, which may share a stage."""
     if params.kv.table is None:
         k_at = keys_at(params, tile, params.kv_rows.k_rows, k_col)
         kv.load(io.k, k_at, io.v, values_at(params, tile, v_col), kv_state)
@@ -180,10 +184,12 @@ def page_numbers(
     DOWN: gl.constexpr,
     MAY_BE_EMPTY: gl.constexpr = False,
 ):
-    """(page, its first key) of each of DOWN boxes of ROWS keys from `col` on. Past the keys in use
-    the last page is read again: of it, too, those rows are past the end of the map. All reads are
-    under way before the first is needed. MAY_BE_EMPTY: a sequence without keys may have no page; it
-    gets page 0, no row of which is in use."""
+    """(page, its first key) of each of DOWN boxes of ROWS keys from `col` on.
+
+    Past the keys in use this is the last page again, whose rows there are past the end of the map.
+    All loads are issued before the first result is needed. MAY_BE_EMPTY: a sequence without keys
+    may have no page; it gets page 0, of which no row is in use.
+    """
     pages = ()
     for i in gl.static_range(DOWN):
         place = gl.minimum(col + i * ROWS, len_k - 1) // params.kv.page_size
@@ -197,19 +203,19 @@ def page_numbers(
 
 @gluon.jit
 def page_at(params, tile, numbered, rows_each, col):
-    """Coordinates of keys or values from `col` on, which are in this page. numbered: (page, its
-    first key). Past the keys in use they are past the end of the map."""
+    """Coordinates of keys or values from `col` on, which lie in this page. numbered: (page, its
+    first key). Rows past the keys in use are past the end of the map."""
     page, first = numbered
     used = gl.minimum(tile.seq.len_k - first, params.kv.page_size)
-    # Of a number that is no page's these bits are past the end of the map, or another page's.
-    # ptxas: a bound known to the compiler takes no register.
+    # ptxas: a bound that the compiler knows takes no register. A number that is no page's becomes,
+    # by these bits, one past the end of the map or that of another page.
     start = (page & (params.kv_rows.NO_PAGE - 1)) * rows_each
     return box(True, 0, tile.kv_head, start, used, col - first)
 
 
 @gluon.jit
 def load_pages(pipeline, desc, params, tile, rows_each, col, state):
-    """Waits until stage `state` is free and starts filling it with keys or values from `col` on,
+    """Waits until stage `state` is empty and starts filling it with keys or values from `col` on,
     from pages."""
     ROWS: gl.constexpr = desc.block_type.shape[3]
     table = params.kv.table + tile.batch.to(gl.int64) * params.kv.stride_tableb
@@ -219,11 +225,9 @@ def load_pages(pipeline, desc, params, tile, rows_each, col, state):
 
 @gluon.jit
 def load_from_pages(pipeline, desc, params, tile, rows_each, col, pages, state):
-    """The same of pages whose numbers are known: boxes of as many rows as the map has, 64 columns
-    wide each.
-
-    Rows past the keys in use are past the end of the map, which fills them with zeros.
-    """
+    """As `load_pages`, with known page numbers. It loads boxes of as many rows as the map has, each
+    64 columns wide. Rows past the keys in use are past the end of the map, which fills them with
+    zeros."""
     ROWS: gl.constexpr = desc.block_type.shape[3]
     WIDTH: gl.constexpr = desc.block_type.shape[4]
     DOWN: gl.constexpr = pipeline.rows // ROWS

@@ -1,8 +1,10 @@
-"""Online softmax of one warpgroup's rows, with the row sum left spread over lanes.
+"""Online softmax of one warpgroup's rows. The sum of a row stays spread over four lanes.
 
-Plain scores are raw products, and m, the running maximum of rows, is in base 2. With a bias
-(IS_NATURAL) both are in natural units. A running maximum that may lag behind, or stand above, is
-called a reference.
+Without a bias, scores are raw products, and m, the running maximum of a row, is in base 2. With a
+bias (IS_NATURAL) both are in natural units. A running maximum that may lag behind the true one, or
+stand above it, is called a reference.
+
+M query rows, N keys, L lanes that share a row.
 """
 
 import math
@@ -18,8 +20,8 @@ from heedful.kernels.hopper.sm90.compat import inline_asm
 def lane_sums(p_MN):
     """Sums over the keys that one lane holds: (M, N) -> (M, 4).
 
-    In a WGMMA accumulator a row lies in four lanes, two neighbouring keys in each of every eight.
-    Adding up the four waits until the last tile, so that the loop has no shuffles for it.
+    In a WGMMA accumulator a row lies in four lanes, each with two neighbouring keys of every eight.
+    The four are added after the last tile, so that the loop needs no shuffles.
     """
     M: gl.constexpr = p_MN.shape[0]
     N: gl.constexpr = p_MN.shape[1]
@@ -34,8 +36,8 @@ def scale_rows(x_ME, alpha_M):
 
 @gluon.jit
 def shift_of(m_M, MAY_MASK_ROWS: gl.constexpr = True):
-    """What to subtract for a reference: of a row that may have seen no key it is -inf, and
-    -inf - -inf is NaN."""
+    """The number to subtract for a reference. A row that may have seen no key has a reference of
+    -inf, and -inf - -inf is NaN; it subtracts 0."""
     if MAY_MASK_ROWS:
         m_M = gl.where(m_M == float("-inf"), 0.0, m_M)
     return m_M
@@ -43,7 +45,7 @@ def shift_of(m_M, MAY_MASK_ROWS: gl.constexpr = True):
 
 @gluon.jit
 def powers(x, IS_NATURAL: gl.constexpr):
-    """2^x, or e^x of what is in natural units."""
+    """2^x; or e^x if x is in natural units."""
     if IS_NATURAL:
         x = x * LOG2E
     return gl.exp2(x)
@@ -51,11 +53,12 @@ def powers(x, IS_NATURAL: gl.constexpr):
 
 @gluon.jit
 def exponentials(s_MN, shift_M, scale_log2, IS_NATURAL: gl.constexpr = False):
-    """p against a reference: infinite where it overflows, infinite or NaN in a row without one.
+    """p against a reference. It is infinite where it overflows, and infinite or NaN in rows without
+    a reference.
 
-    Raw scores are scaled and compared with a reference in base 2 in one instruction, so what the
-    rounding of that reference took off is in all p of its row. Scores in natural units are
-    subtracted before anything is scaled, which near the reference is exact.
+    Raw scores are scaled and compared with a reference in base 2 in one instruction. The rounding
+    of the reference is then in all p of its row alike. Scores in natural units are subtracted
+    before anything is scaled; near the reference this is exact.
     """
     if IS_NATURAL:
         return powers(s_MN - shift_M[:, None], IS_NATURAL)
@@ -66,7 +69,7 @@ def exponentials(s_MN, shift_M, scale_log2, IS_NATURAL: gl.constexpr = False):
 @gluon.jit
 def peaks(s_MN, scale_log2, IS_NATURAL: gl.constexpr = False, IS_SIGNED: gl.constexpr = False):
     """The largest score of each row, in the unit of references. IS_SIGNED: the scale may be
-    negative, as descales may."""
+    negative, as descales may be."""
     if IS_NATURAL:
         return gl.max(s_MN, 1)
     else:
@@ -81,7 +84,7 @@ def peaks(s_MN, scale_log2, IS_NATURAL: gl.constexpr = False, IS_SIGNED: gl.cons
 def softmax_exact(
     s_MN, m_M, l_ML, scale_log2, MAY_MASK_ROWS: gl.constexpr, IS_NATURAL: gl.constexpr = False
 ):
-    """One more tile: p, new maximum, new sums, and what the output so far must be scaled by."""
+    """(p, new maximum, new sums, factor for the output so far) after one more tile."""
     new_m_M = gl.maximum(m_M, peaks(s_MN, scale_log2, IS_NATURAL))
     shift_M = shift_of(new_m_M, MAY_MASK_ROWS)
     alpha_M = powers(m_M - shift_M, IS_NATURAL)
@@ -91,8 +94,8 @@ def softmax_exact(
 
 @gluon.constexpr_function
 def threshold_limit(dtype):
-    """How far above its row's reference a score may be, in log2: p must stay finite in `dtype`,
-    and a sum of p v in float32."""
+    """How far a score may be above its row's reference, in log2. p must stay finite in `dtype`, and
+    a sum of p v in float32."""
     return 32.0 if dtype == gl.bfloat16 else 12.0
 
 
@@ -105,8 +108,9 @@ def float_bits(value):
 
 @gluon.constexpr_function
 def _vote_above(outputs, inputs):
-    """Assembly: does any lane of the warp hold a value above the limit? As integers, non-negative
-    floats keep their order and negative ones are all below, and sm_90 takes three at a time."""
+    """Assembly: does any lane of the warp hold a value above the limit? Values are compared as
+    integers: non-negative floats keep their order, negative ones are below all of them, and sm_90
+    takes the maximum of three integers in one instruction."""
     flag = outputs[0][0]
     limit = inputs[-1][0]
     values = [value for group in inputs[:-1] for value in group]
@@ -125,7 +129,7 @@ def _vote_above(outputs, inputs):
 
 @gluon.jit
 def vote_above(values, LIMIT_BITS: gl.constexpr):
-    """Whether a warp has a value above the limit, or NaN."""
+    """Whether any value of the warp is above the limit, or NaN."""
     bits = values.to(gl.int32, bitcast=True)
     kinds: gl.constexpr = ("=r", "r", "r")
     return inline_asm(_vote_above, kinds, [bits, LIMIT_BITS], gl.int32, is_pure=True)
@@ -134,8 +138,8 @@ def vote_above(values, LIMIT_BITS: gl.constexpr):
 @gluon.constexpr_function
 def _vote_at_bounds(outputs, inputs):
     """Assembly: does any lane of the warp hold a score at or above its row's bound, or a row whose
-    bound is negative? Of a lane's scores, two neighbours are of one row, two of the other, in
-    turns."""
+    bound is negative? In a lane's scores, two neighbours belong to one row, the next two to the
+    other, and so on."""
     flag = outputs[0][0]
     scores, bounds = inputs
     lines = []
@@ -157,8 +161,8 @@ def _vote_at_bounds(outputs, inputs):
 
 @gluon.jit
 def vote_at_bounds(s_MN, bound_M):
-    """Whether a warp has a score at or above its row's bound, or NaN, or a row whose bound is
-    negative: as integers, negative scores have no order."""
+    """Whether any score of the warp is at or above its row's bound or is NaN, or any bound is
+    negative. Negative bounds count, since negative floats have no order as integers."""
     bits = [s_MN.to(gl.int32, bitcast=True), bound_M.to(gl.int32, bitcast=True)]
     kinds: gl.constexpr = ("=r", "r", "r")
     return inline_asm(_vote_at_bounds, kinds, bits, gl.int32, is_pure=True)
@@ -166,11 +170,13 @@ def vote_at_bounds(s_MN, bound_M):
 
 @gluon.jit
 def bounds_of(m_M, scale_log2, LIMIT: gl.constexpr, IS_NATURAL: gl.constexpr, IS_SIGNED):
-    """Where scores, as they are, pass their row's reference by about LIMIT, or a little below."""
+    """Scores, in their own unit, that exceed their row's reference by about LIMIT, or a little
+    less."""
     if IS_NATURAL:
         return m_M + LIMIT
     else:
-        # A little less, so that whatever these roundings do no score above the limit is below.
+        # The bound is a little lower, so that no rounding puts a score above the limit below its
+        # bound.
         text: gl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
         per_unit = inline_asm(text, "=f,f", [gl.to_tensor(scale_log2)], gl.float32, is_pure=True)
         bound_M = (m_M + LIMIT) * (per_unit * 0.999999)
@@ -191,25 +197,27 @@ def softmax_threshold(
     IS_NATURAL: gl.constexpr = False,
     IS_SIGNED: gl.constexpr = False,
 ):
-    """One more tile against old references, which move only where a score passes one by far; its p
-    is then 2^TOP. LIMIT: in the unit of references.
+    """One more tile against the old references, which move only where a score exceeds one by far.
+    The new reference then gives that score a p of 2^TOP.
 
-    p = 2^(s - m) may then exceed 1, by at most 2^LIMIT: floats keep their relative precision, so
-    nothing is lost. The vote is a warp's own, and so are the branches. It looks at scores that
-    nothing has been subtracted from: what a reference far below them leaves of their digits would
-    not do for a new one. Returns p, references, the sums before, what they and the output so far
-    are scaled by, and whether the warp moved any reference: only then must the output be scaled.
+    LIMIT: in the unit of references. p = 2^(s - m) may exceed 1, but by at most 2^LIMIT. Floats
+    keep their relative precision, so nothing is lost. Each warp votes and branches for itself. The
+    vote looks at scores before anything is subtracted: a reference far below them would leave too
+    few of their digits for a new one.
+
+    Returns p, the references, the sums before this tile, their factor and the output's, and whether
+    the warp moved any reference. Only then must the output be scaled.
     """
     alpha_M = gl.full(m_M.shape, 1.0, gl.float32, m_M.type.layout)
     bound_M = bounds_of(m_M, scale_log2, LIMIT, IS_NATURAL, IS_SIGNED)
     must_rescale = vote_at_bounds(s_MN, bound_M)
     if must_rescale != 0:
         peak_M = peaks(s_MN, scale_log2, IS_NATURAL, IS_SIGNED)
-        # A row that has seen no key has nothing to compare with: its reference, -inf, always moves.
+        # A row that has seen no key has nothing to compare with. Its reference, -inf, always moves.
         must_rescale = vote_above(peak_M - m_M, float_bits(LIMIT))
         if must_rescale != 0:
             new_m_M = gl.maximum(m_M, peak_M - TOP)
-            # By what the rounded references differ, and not by what they were meant to.
+            # The factor is the difference of the rounded references, which the exponentials use.
             alpha_M = powers(m_M - shift_of(new_m_M, MAY_MASK_ROWS), IS_NATURAL)
             l_ML = scale_rows(l_ML, alpha_M)
             m_M = new_m_M

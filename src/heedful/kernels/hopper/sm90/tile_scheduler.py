@@ -1,8 +1,8 @@
-"""How programs come by their work tiles: a static stride, or one by one from a counter.
+"""How programs get their work tiles: by a static stride, or one by one from a counter.
 
-Work tiles of unlike length want the dynamic scheduler: which program is free next, only the device
-knows. The producer advances while consumers are still at work, and commits to shared memory the
-tile's number and what it found out about it, so that it is not found out again by each.
+The dynamic scheduler is for work tiles of different lengths, since only the device knows which
+program is free next. The producer advances while consumers are still at work. It commits the tile's
+number and sizes to a ring in shared memory, so that consumers need not compute them again.
 """
 
 from triton.experimental import gluon
@@ -15,15 +15,15 @@ from heedful.kernels.hopper.sm90.mma import ROWS
 from heedful.kernels.hopper.sm90.sequences import WorkTile, sequence, trim
 
 SCHEDULER_STAGES: gl.constexpr = gl.constexpr(2)
-# Room for a work tile's number and what else is committed.
+# Words for a work tile's number, and for all else that is committed.
 WORK_TILE_WORDS: gl.constexpr = gl.constexpr(12)
 
 
 @gluon.jit
 def l2_swizzle(index, blocks, heads, width, l2_groups):
-    """Head and block of work tile `index` of heads that have `blocks` each: groups of `width`
-    heads, whose K and V share the L2 cache, and block by block the group's heads innermost.
-    `l2_groups` come before the last, which takes the heads that remain."""
+    """(head, block) of work tile `index`, where each head has `blocks` tiles. Heads form groups of
+    `width`, whose K and V share the L2 cache. Within a group, tiles go block by block, heads
+    innermost. `l2_groups` such groups come before the last one, which has all remaining heads."""
     per_group = width * blocks
     group = gl.minimum(index // per_group, l2_groups)
     within = index - group * per_group
@@ -35,8 +35,9 @@ def l2_swizzle(index, blocks, heads, width, l2_groups):
 
 @gluon.jit
 def decode(params, index):
-    """Tile `index`: groups of heads, in each of them row blocks from the longest to the shortest.
-    Of packed sequences one after the other, in the order of varlen_scheduler.py."""
+    """The `WorkTile` of number `index`. Tiles go by groups of heads, and in each group row blocks
+    go from the longest to the shortest. Packed sequences come one after the other, in the order of
+    varlen_scheduler.py."""
     row_blocks = params.order.row_blocks
     heads = params.gqa.heads
     batch = gl.to_tensor(0)
@@ -80,9 +81,9 @@ def decode(params, index):
 
 @aggregate
 class TileScheduler:
-    """Work tiles [0, count), `tiles` of each split. tile_counter: address of how many
-    were taken beyond each program's first; None with a static schedule, and with it the ring of
-    committed tiles."""
+    """Work tiles [0, count), `tiles` of each split. tile_counter: address of the count of tiles
+    that were taken beyond each program's first. It is None with a static schedule, and so is the
+    ring of committed tiles with its barriers."""
 
     tiles: gl.tensor
     count: gl.tensor
@@ -93,7 +94,7 @@ class TileScheduler:
 
     @gluon.jit
     def of(params):
-        """Static if there is no tile counter."""
+        """The scheduler of a forward; static if there is no tile counter."""
         tiles = params.order.tiles
         if params.order.varlen_tiles is not None:
             tiles = gl.load(params.order.varlen_tiles) * params.gqa.heads
@@ -129,9 +130,9 @@ class TileScheduler:
 
     @gluon.jit
     def fetch_next_work(self, index):
-        """As `advance`, with a counter that counts from the first tile on, so that tiles begin in
-        the order of their numbers whatever the order of programs. index: at first one stride before
-        a program's number."""
+        """As `advance`, but the counter counts from the first tile on: tiles begin in the order of
+        their numbers, whatever the order of programs. index: initially one stride below a program's
+        number."""
         if self.tile_counter is None:
             return index + gl.num_programs(0)
         else:
@@ -139,7 +140,8 @@ class TileScheduler:
 
     @gluon.jit
     def producer_commit(self, words, state):
-        """What the consumers get: a work tile's number and more; behind the last, no more."""
+        """Commits words for the consumers: a work tile's number and more, or the end's number
+        alone."""
         if self.tile_counter is not None:
             mbarrier.wait(self.empty.index(state.index), state.phase ^ 1)
             layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -159,7 +161,7 @@ class TileScheduler:
 
     @gluon.jit
     def words(self, FIRST: gl.constexpr, END: gl.constexpr, state):
-        """Words [FIRST, END) of what was committed."""
+        """Words [FIRST, END) of the committed ones."""
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         words = ()
         for i in gl.static_range(FIRST, END):
@@ -175,8 +177,8 @@ class TileScheduler:
 
 @gluon.jit
 def work_tile_at(params, scheduler, index):
-    """Work tile `index`, and which split of its keys it is. Tiles of one split are
-    neighbours, so that those of a head share its keys."""
+    """(work tile `index`, its split of the keys). Tiles of one split are neighbours, so that the
+    tiles of a head share its keys."""
     if params.split.splits is None:
         return trim(params, decode(params, index)), gl.to_tensor(0)
     else:
@@ -186,8 +188,8 @@ def work_tile_at(params, scheduler, index):
 
 @gluon.jit
 def commit_work_tile(params, scheduler, index, tile, split, state):
-    """Commits what `current_work_tile` needs of work tile `index`. Sizes of dense sequences are the
-    same in all."""
+    """Commits the facts of work tile `index` that `current_work_tile` needs. Dense sequences all
+    have the same sizes, which are not committed."""
     if params.order.varlen_tiles is None:
         scheduler.producer_commit((index, split, tile.batch, tile.head, tile.row), state)
     else:
@@ -198,12 +200,13 @@ def commit_work_tile(params, scheduler, index, tile, split, state):
 
 @gluon.jit
 def current_work_tile(params, scheduler, index, state):
-    """A consumer's work tile `index`, as `work_tile_at` gives it but for where keys lie."""
+    """A consumer's work tile `index`, as `work_tile_at` gives it, but without the places
+    of keys."""
     if scheduler.tile_counter is None:
         return work_tile_at(params, scheduler, index)
     else:
         split, batch, head, row = scheduler.words(1, 5, state)
-        # ptxas: here, since behind the lengths it is another order of registers.
+        # ptxas: after the lengths, this line would change the order of registers.
         kv_head = head // params.gqa.group
         token_q, len_q, len_k = gl.to_tensor(0), params.seqs.seqlen_q, params.seqs.seqlen_k
         off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
@@ -211,7 +214,7 @@ def current_work_tile(params, scheduler, index, state):
         if params.order.varlen_tiles is not None:
             token_q, len_q, len_k, off, stored_q = scheduler.words(5, 10, state)
         scheduler.consumer_release(state)
-        # Where keys lie consumers do not need to know, and have no registers for.
+        # Consumers do not need to know where keys lie, and have no registers for it.
         unknown = gl.to_tensor(0)
         tile = WorkTile(
             batch=batch,
@@ -234,8 +237,8 @@ def current_work_tile(params, scheduler, index, state):
 
 @gluon.jit
 def next_work_tile(params, scheduler, index, state):
-    """The number of a consumer's next work tile after `index`, and the tile; behind the last one a
-    tile that means nothing."""
+    """(number of a consumer's next work tile after `index`, the tile). After the last one the tile
+    is meaningless."""
     index = scheduler.get_current_work(index, state)
     tile, _ = current_work_tile(params, scheduler, gl.minimum(index, scheduler.count - 1), state)
     return index, tile

@@ -1,8 +1,10 @@
-"""The tiles of packed sequences, those of the longest sequence first, for queries of one head.
+"""Lists the work tiles of packed sequences, those of the longest sequence first.
 
-Lengths are known on the device alone. A tile of the attention kernel finds its sequence here, so
-that no tile is empty, and those that end last are short. Tokens of no sequence have no tile: their
-results are written here. Nor have short sequences where another kernel takes those. B sequences.
+Only the device knows the lengths. The attention kernel's tiles find their sequences in this list,
+so that no tile is empty, and the tiles that end last are short. Tokens of no sequence have no tile;
+this kernel clears their results. Short sequences have no tile if another kernel handles them.
+
+The kernel is `schedule_varlen_tiles`, launched before a Hopper forward or backward. B sequences.
 """
 
 import triton
@@ -16,7 +18,7 @@ from heedful.kernels.common.sequences import within
 
 @triton.jit
 def lengths(cu_seqlens, sequence_B, batch, total):
-    """Tokens of each sequence, 0 past the last; as `sequences.sequence` has them."""
+    """Tokens of each sequence, as `sequences.sequence` computes them; 0 past the last."""
     inside_B = sequence_B < batch
     starts_B = within(tl.load(cu_seqlens + sequence_B, mask=inside_B, other=0), 0, total)
     ends_B = tl.load(cu_seqlens + sequence_B + 1, mask=inside_B, other=0)
@@ -25,7 +27,7 @@ def lengths(cu_seqlens, sequence_B, batch, total):
 
 @triton.jit
 def tiles_of(length, sizes: VarlenSizes, ROWS: tl.constexpr):
-    """Tiles of a sequence of so many queries, or of many."""
+    """Tiles of a sequence of so many queries, or of a tensor of lengths."""
     tiles = tl.cdiv(length, ROWS)
     if sizes.short_q is not None:
         tiles = tl.where(length > sizes.short_q, tiles, 0)
@@ -41,12 +43,13 @@ def schedule_varlen_tiles(
     DIM: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """varlen_tiles: how many tiles of ROWS queries there are, then two numbers for each: its
-    sequence, and which tile is that sequence's first. tile_counter: begins at 0
-    (tile_scheduler.py); may be None. out, lse: see `clear_gaps`.
+    """Stores varlen_tiles, sets tile_counter to 0 (tile_scheduler.py; may be None), and clears out
+    and lse (`clear_gaps`).
 
-    A program a sequence, which all look at all lengths: keys decide, or queries if keys are dense.
-    The programs behind those clear.
+    varlen_tiles holds the count of tiles of ROWS queries, then two numbers for each tile: its
+    sequence, and the first tile of that sequence. The grid has a program for each sequence, each of
+    which reads all lengths, and some more programs, which clear. Sequences are ordered by their
+    count of keys, or of queries if keys are dense.
     """
     mine = tl.program_id(0)
     batch, total_q = sizes.batch, sizes.total_q
