@@ -1,6 +1,6 @@
-"""Head dims of the Hopper backward that are no power of two: 96 columns as 64 and 32, 192 as 128
-and 64. The tile in memory has a last quarter of zeros, of which no product is made. Gradients are
-tuples of as many parts.
+"""Products of the backward over head dims that are no power of two: 96 columns are 64 and 32, 192
+are 128 and 64. The last quarter of the tile in memory is zeros, which no product reads. A gradient
+is a tuple with one tensor for each part.
 
 M query rows, N keys (64), C columns of a part.
 """
@@ -14,7 +14,7 @@ from heedful.kernels.hopper.sm90.mma import ROWS, scores_layout
 
 @gluon.constexpr_function
 def part_count(columns):
-    """In how many parts so many columns are taken."""
+    """How many parts this many columns have."""
     return 1 if columns & (columns - 1) == 0 else 2
 
 
@@ -28,8 +28,8 @@ def part_columns(columns, part):
 
 @gluon.constexpr_function
 def share_columns(columns, block_m, share):
-    """Columns of a share of a query tile's dQ, of which there are two: parts or halves of the
-    columns of 64 queries, of 128 halves of the rows."""
+    """Columns of a share of a query tile's dQ. There are two shares. With 64 queries they are parts
+    or halves of the columns; with 128 queries they are halves of the rows."""
     if block_m > 64:
         return columns
     return columns // 2 if part_count(columns) == 1 else part_columns(columns, share)
@@ -46,14 +46,14 @@ def part_of(rows, COLUMNS: gl.constexpr, part: gl.constexpr):
 
 @gluon.jit
 def queue_transposed(keys, queries, COLUMNS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Starts K Q^T or V dO^T of 64 keys and a tile of queries."""
+    """Starts K Q^T or V dO^T, for 64 keys and a tile of queries."""
     x_NM = gl.zeros([ROWS, BLOCK_M], gl.float32, scores_layout(keys.dtype, BLOCK_M))
     return add_transposed(keys, queries, x_NM, COLUMNS, False)
 
 
 @gluon.jit
 def add_transposed(keys, queries, x_NM, COLUMNS: gl.constexpr, ADDS: gl.constexpr = True):
-    """Starts adding K Q^T or V dO^T to x, or writing it there."""
+    """Starts adding K Q^T or V dO^T to x or, unless ADDS, replacing x."""
     for part in gl.static_range(part_count(COLUMNS)):
         left = part_of(keys, COLUMNS, part)
         right = part_of(queries, COLUMNS, part).permute((1, 0))
@@ -63,7 +63,7 @@ def add_transposed(keys, queries, x_NM, COLUMNS: gl.constexpr, ADDS: gl.constexp
 
 @gluon.jit
 def no_gradients(COLUMNS: gl.constexpr, dtype: gl.constexpr):
-    """Gradients of 64 keys, zeros."""
+    """Gradients of 64 keys, all 0."""
     layout: gl.constexpr = scores_layout(dtype, part_columns(COLUMNS, 0))
     made = (gl.zeros([ROWS, part_columns(COLUMNS, 0)], gl.float32, layout),)
     if part_count(COLUMNS) > 1:
@@ -74,7 +74,7 @@ def no_gradients(COLUMNS: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def queue_gradients(left_NM, queries, x_NC, COLUMNS: gl.constexpr):
-    """Starts adding P^T dO or dS^T Q to gradients of 64 keys. left_NM: from registers."""
+    """Starts adding P^T dO or dS^T Q to gradients of 64 keys. left_NM: an operand in registers."""
     made = (warpgroup_mma(left_NM, part_of(queries, COLUMNS, 0), x_NC[0], is_async=True),)
     if part_count(COLUMNS) > 1:
         left_NM = gl.convert_layout(left_NM, gl.DotOperandLayout(0, x_NC[1].type.layout, 2))
@@ -85,7 +85,7 @@ def queue_gradients(left_NM, queries, x_NC, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def wait_for_gradients(x_NC, under_way: gl.constexpr = 0):
-    """Gradients, once no more products than so many are under way."""
+    """The gradients, once at most `under_way` products are still running."""
     if len(x_NC) == 1:
         return (warpgroup_mma_wait(under_way, deps=[x_NC[0]]),)
     else:

@@ -1,4 +1,8 @@
-"""A consumer of the Hopper backward: dK and dV of its 64 keys of every work tile."""
+"""A consumer warpgroup of the backward: it computes dK and dV of its 64 keys of every work tile,
+and stores them.
+
+M query rows, N keys (64), C columns of a part of a gradient.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,7 +37,7 @@ from heedful.kernels.hopper.sm90.tile_scheduler import SCHEDULER_STAGES, TileSch
 
 @gluon.jit
 def with_zeros(x_NC, row, params, tile):
-    """One part of gradients of keys from `row` on, of which those not in use have none."""
+    """One part of the gradients of keys from `row` on, with zeros for keys that are not in use."""
     if params.seqs.used_k is not None or params.mods.longest_k is not None:
         layout: gl.constexpr = gl.SliceLayout(1, x_NC.type.layout)
         key_N = row + gl.arange(0, ROWS, layout=layout)
@@ -43,7 +47,7 @@ def with_zeros(x_NC, row, params, tile):
 
 @gluon.jit
 def store_rows(desc, memory, x_NC, COLUMNS: gl.constexpr, params, tile, CONSUMER: gl.constexpr):
-    """Sends gradients of one consumer's keys through its shared memory."""
+    """Stores the gradients of one consumer's keys by TMA, through its shared memory."""
     PACKED: gl.constexpr = params.seqs.cu_k is not None
     row = tile.col + CONSUMER * ROWS
     if len(x_NC) == 1:
@@ -61,7 +65,8 @@ def store_rows(desc, memory, x_NC, COLUMNS: gl.constexpr, params, tile, CONSUMER
 
 @gluon.jit
 def outlet(shared, desc, first: gl.constexpr, CONSUMER: gl.constexpr):
-    """Memory for gradients of one consumer's keys: that of its dS, which one fills or two do."""
+    """Shared memory for gradients of one consumer's keys. This is the memory of its dS, which one
+    gradient or both fill. first: whether the gradient is the first of the two."""
     shape: gl.constexpr = desc.block_type.shape
     FIT: gl.constexpr = ds_bytes(shared) // desc.block_type.nbytes
     boxes = reinterpret(shared.ds, desc.dtype, [CONSUMERS * FIT] + shape, desc.layout)
@@ -70,14 +75,14 @@ def outlet(shared, desc, first: gl.constexpr, CONSUMER: gl.constexpr):
 
 @gluon.constexpr_function
 def ds_bytes(shared):
-    """Of all of one consumer's dS."""
+    """Bytes of one consumer's dS, in all stages."""
     boxes, rows, columns = shared.ds.shape
     return boxes // 2 * rows * columns * 2
 
 
 @gluon.jit
 def store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.constexpr):
-    """Sends dV and dK away, through the memory of dS once dQ has been made of it."""
+    """Stores dV and dK through the memory of dS, once dQ has been computed from it."""
     D: gl.constexpr = io.dk.block_type.shape[-1]
     E: gl.constexpr = io.dv.block_type.shape[-1]
     for ahead in gl.static_range(params.tile.DS_STAGES):
@@ -96,8 +101,8 @@ def store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.conste
 def store_partial(
     x_NC, BEFORE: gl.constexpr, COLUMNS: gl.constexpr, params, tile, CONSUMER: gl.constexpr
 ):
-    """Stores one gradient, of so many columns, of one consumer's keys, as it is in registers, for
-    the epilogue: behind BEFORE columns."""
+    """Stores one gradient of one consumer's keys for the epilogue, in the order of registers.
+    COLUMNS: columns of the gradient. BEFORE: columns of the gradients before it in memory."""
     ALL: gl.constexpr = params.tile.D + params.tile.E
     place = (partial_row(params, tile) + CONSUMER * ROWS) * ALL + BEFORE * ROWS
     for part in gl.static_range(len(x_NC)):
@@ -116,8 +121,8 @@ def store_gradient(
     tile,
     BOX: gl.constexpr,
 ):
-    """Writes one gradient of 64 keys, the tile's first or second, or what one split of the visits
-    adds to it."""
+    """Stores one gradient of 64 keys, or one split's addend of it. BOX: which 64 keys of the
+    tile."""
     if params.order.partials is None:
         store_rows(desc, memory, x_NC, COLUMNS, params, tile, BOX)
     else:
@@ -126,7 +131,7 @@ def store_gradient(
 
 @gluon.jit
 def send_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.constexpr):
-    """Writes dV and dK, or what one split of the visits adds to them."""
+    """Scales and stores dV and dK, or one split's addends of them."""
     E: gl.constexpr = params.tile.E
     dv = scaled(dv, p_descale(io.q.dtype))
     if params.dropout.IS_ON:
@@ -147,7 +152,8 @@ def backward_consumer(
     params: HopperBackwardParams,
     CONSUMER: gl.constexpr,
 ):
-    """Gradients of one consumer's keys of each work tile; zeros if no query sees any."""
+    """Computes the gradients of one consumer's keys of each work tile; zeros if no query sees any
+    of them."""
     visit = gl.to_tensor(0)
     kv_count = gl.to_tensor(0)
     scheduler_state = PipelineState.start(SCHEDULER_STAGES)

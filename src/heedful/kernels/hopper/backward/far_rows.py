@@ -1,14 +1,17 @@
-"""Rows far from 0 in the Hopper backward: of which one float32 does not hold the log-sum-exp well.
+"""Rows far from 0 in the backward: rows whose log-sum-exp one float32 does not hold well.
 
-Consumers make probabilities as 2^(s c - L), of raw scores s, by one fused multiply-add, where L is
-the log-sum-exp in base 2: so its rounding is all that is wrong with them, a factor of the row. The
-prologue makes maximum m and sum l of far rows anew (common/statistics.py) and tells what
-the factor is, f = 2^(L - m c) / l. Who loads queries multiplies cotangents and delta of far rows by
-it, in shared memory. dV, dP and dS want nothing else, and no consumer knows of it.
+Consumers compute probabilities as 2^(s c - L), with raw scores s, by one fused multiply-add. L is
+the log-sum-exp in base 2, and c converts scores to base 2. So the only error is the rounding of L,
+one factor for each row. The prologue recomputes the maximum m and the sum l of far rows
+(common/statistics.py), and stores this factor, f = 2^(L - m c) / l. The producer multiplies the
+cotangents and the delta of far rows by it, in shared memory. This is enough to correct dV, dP and
+dS, and consumers need not know of it.
 
-Probabilities wait as float16 (p_scale.py), which 2^(s c - L) must not leave. So from 2^20
-on L is m c instead, and without the scale of probabilities, which f has then: scores of 2^27 leave
-it between 2^-8 and 2^8. Larger ones are less and less exact.
+Probabilities wait as float16 (p_scale.py), whose range 2^(s c - L) must not leave. So from 2^20 on,
+L is m c instead, without the scale of probabilities, which goes into f. Scores of 2^27 then keep
+probabilities between 2^-8 and 2^8. Larger scores become less and less exact.
+
+M query rows.
 """
 
 import triton
@@ -20,18 +23,18 @@ from heedful.kernels.common.constants import LOG2E, LOG2E_REST
 from heedful.kernels.hopper.sm90.compat import inline_asm
 from heedful.kernels.hopper.sm90.pipeline import box_rows
 
-# In base 2: 2^10, as common/statistics.py has it, and a little more for the scale.
+# The bound in base 2: 2^10, as in common/statistics.py, and a little more for the scale.
 FAR_LOG2 = tl.constexpr(1496.0)
-# The same as the bits of a float32.
+# The same bound as the bits of a float32.
 FAR_LOG2_BITS = tl.constexpr(0x44BB0000)
-# From where on the maximum stands for the log-sum-exp.
+# From this magnitude on, the maximum replaces the log-sum-exp.
 FARTHER_LOG2 = tl.constexpr(1048576.0)
 
 
 @triton.jit
 def lse_log2(lse_M, P_SCALE_LOG2: tl.constexpr):
-    """What a row's logits in base 2 are less by, so that probabilities come out scaled. A row
-    without any has no probabilities."""
+    """The number to subtract from a row's logits in base 2, so that probabilities are scaled. A row
+    without any key gets +inf: its probabilities are 0."""
     less_M = tl.fma(lse_M, LOG2E, -P_SCALE_LOG2)
     return tl.where(lse_M == float("-inf"), float("inf"), less_M)
 
@@ -45,18 +48,18 @@ def is_far(lse_log2_M):
 
 @triton.jit
 def far_rows(lse_log2_M, m_M, l_M, P_SCALE_LOG2: tl.constexpr):
-    """(lse_log2, scale of cotangents) of far rows, from maximum and sum in natural units."""
+    """(lse_log2, scale of cotangents) of far rows. m_M, l_M: maximum and sum, in natural units."""
     is_farther_M = tl.abs(lse_log2_M) >= FARTHER_LOG2
     less_M = tl.where(is_farther_M, m_M * LOG2E, lse_log2_M)
-    # m c is subtracted in two parts, its float32 by a fused multiply-add.
+    # m c is subtracted in two parts: its rounding to float32 is part of the fused multiply-add.
     above_M = tl.fma(m_M, -LOG2E_REST, tl.fma(m_M, -LOG2E, less_M))
     return less_M, tl.exp2(above_M + P_SCALE_LOG2) / l_M
 
 
 @gluon.constexpr_function
 def _vote_far(outputs, inputs):
-    """Assembly: does any lane of the warp hold a number that `is_far`? As integers, floats without
-    a sign keep their order, and one comparison without a sign bounds them on both sides."""
+    """Assembly: does any lane of the warp hold a number that `is_far`? Without their signs, floats
+    keep their order as integers, and one unsigned comparison tests both bounds."""
     (flag,), (values,) = outputs[0], inputs
     first = FAR_LOG2_BITS.value
     lines = ["{ .reg .pred p, q; .reg .b32 t; setp.ne.b32 p, 0, 0;"]
@@ -68,16 +71,16 @@ def _vote_far(outputs, inputs):
 
 @gluon.jit
 def any_far(lse_log2_M):
-    """Whether a warp has a row far from 0."""
+    """Whether any row of the warp is far from 0."""
     bits = lse_log2_M.to(gl.int32, bitcast=True)
     return inline_asm(_vote_far, ("=r", "r"), [bits], gl.int32, is_pure=True) != 0
 
 
 @gluon.constexpr_function
 def _scale_rows(rows, row_bytes, nbytes, dtype):
-    """Assembly: a warp multiplies the rows of a box by numbers in shared memory, 16 bytes of a
-    lane at a time. Swizzling leaves them in their row; a box of more columns is several, one after
-    the other, of row_bytes each."""
+    """Assembly: a warp multiplies the rows of a box by numbers in shared memory; a lane takes 16
+    bytes at a time. Swizzling does not move bytes to another row. A wide box is several ones, one
+    after the other, of row_bytes each."""
     step = [
         "add.u32 at, $0, off; ld.shared.v4.b32 {a0, a1, a2, a3}, [at];",
         f"shr.u32 r, off, {row_bytes.bit_length() - 1}; and.b32 r, r, {rows - 1};",
@@ -106,12 +109,14 @@ def _scale_rows(rows, row_bytes, nbytes, dtype):
 
 @gluon.constexpr_function
 def _row_bytes(shape):
+    """Bytes of a row of a box: TMA cuts wider tiles into boxes of 128 bytes."""
     return min(2 * shape[-1], 128)
 
 
 @gluon.jit
 def scale_rows(box, scale_M):
-    """A warp multiplies the rows of a box in shared memory by numbers there. Products see it."""
+    """A warp multiplies the rows of a box in shared memory by numbers in shared memory. Products
+    see the result."""
     shape: gl.constexpr = box.shape
     ROWS: gl.constexpr = box_rows(shape)
     NBYTES: gl.constexpr = 2 * ROWS * shape[-1]

@@ -1,8 +1,9 @@
-"""Attention backward: dK and dV of every key tile, and dQ summed over key tiles in float32.
+"""Attention backward for sm_90 in bfloat16 and float16, head dims up to 128: dK and dV of every key
+tile, and dQ summed over key tiles in float32.
 
-A program has two consumer warpgroups of 64 keys each, one that makes dQ, a warp that loads, and one
-or two that add dQ to its sums in global memory. prologue.py comes ahead,
-dq/epilogue.py behind.
+The kernel is `backward`, launched by `launch/bind/hopper_backward.py` between `prologue.py` and
+`dq/epilogue.py`. A program has two consumer warpgroups of 64 keys each, a warpgroup that computes
+dQ, a producer warp, and one or two warps that add dQ to its sums in global memory.
 """
 
 from triton.experimental import gluon
@@ -20,16 +21,17 @@ from heedful.kernels.hopper.backward.tile import work_scheduler
 
 @gluon.jit
 def backward(io: HopperBackwardIO, params: HopperBackwardParams):
-    """dk, dv of (batch, head, row, dim) tensor maps, and dq_accum, cleared before, with dq less its
-    scale added to it."""
+    """Stores dk and dv, (batch, head, row, dim) tensor maps, and adds dq without the scale of
+    scores to dq_accum, which the prologue has cleared."""
     CONSUMER_REGS: gl.constexpr = params.tile.CONSUMER_REGS
     DQ_REGS: gl.constexpr = params.tile.DQ_REGS
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
     shared = BackwardShared.allocate(io, params)
-    # Who makes dQ and who adds it are told of work tiles, too.
+    # The warps that compute and add dQ read the scheduler's ring, too.
     scheduler = work_scheduler(params, CONSUMERS + 1 + adders(params))
     fence_async_shared()
-    # Begun early (KernelCall.programmatic): what the prologue wrote is in memory from here on.
+    # The launch begins early (KernelCall.programmatic). From here on, the prologue's results are in
+    # memory.
     cuda.gdc_wait()
     ADDERS: gl.constexpr = adders(params)
     if ADDERS == 1:

@@ -1,8 +1,8 @@
-"""The mainloop of one consumer of the Hopper backward: 64 keys, past which queries stream.
+"""The mainloop of one consumer of the backward: streams queries past its 64 keys.
 
-Scores are made transposed, so that P and dS are left operands from registers in dV and dK. dS goes
-through shared memory for dQ alone, which another warpgroup makes. The scores of a step are made
-under dK of the step before, and its exponentials under this.
+Scores are computed transposed, so that P and dS are left operands of dV and dK in registers. dS
+goes through shared memory only for dQ, which another warpgroup computes. The scores of a step are
+computed while dK of the step before runs, and their exponentials overlap with it.
 
 M query rows, N keys (64), D qk dim, E v dim, J pairs of neighbouring queries.
 """
@@ -38,7 +38,8 @@ from heedful.kernels.hopper.sm90.pipeline import matrix, stage_of
 @gluon.jit
 def key_box(boxes, index):
     """One box of keys or values as (N, D)."""
-    # ptxas: not to know where it is, else its descriptors are made ahead of the loop and kept.
+    # ptxas: the index is opaque. Otherwise descriptors of the box are computed before the loop and
+    # kept.
     return matrix(boxes.index(opaque(gl.to_tensor(index))), ROWS, boxes.shape[-1])
 
 
@@ -64,7 +65,7 @@ def visit_probabilities(
     CONSUMER: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """What waits for a visit's dP."""
+    """A visit's probabilities, packed until its dP is there."""
     dtype: gl.constexpr = shared.k.dtype
     layout: gl.constexpr = gl.SliceLayout(0, scores_layout(dtype, params.tile.BLOCK_M))
     lse_M = shared.lse.index(visit % params.tile.Q_STAGES).load(layout)
@@ -73,7 +74,7 @@ def visit_probabilities(
 
 @gluon.jit
 def store_ds(shared, ds_NJ, visit, lane, params, CONSUMER: gl.constexpr):
-    """Hands one consumer's dS to who makes dQ."""
+    """Passes one consumer's dS to the warpgroup that computes dQ."""
     dtype: gl.constexpr = shared.k.dtype
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     state = stage_of(visit, params.tile.DS_STAGES)
@@ -82,7 +83,8 @@ def store_ds(shared, ds_NJ, visit, lane, params, CONSUMER: gl.constexpr):
     if BLOCK_M == ROWS:
         store_pairs(memory, ds_NJ, lane)
     else:
-        # ptxas: of 128 queries the compiler's store takes less instructions, for all its barriers.
+        # ptxas: with 128 queries the compiler's store takes fewer instructions, despite its
+        # barriers.
         memory.store(from_pairs(ds_NJ, dtype, scores_layout(dtype, BLOCK_M)))
         fence_async_shared()
     barrier.arrive_each_warp(shared.ds_full.index(state.index))
@@ -105,14 +107,14 @@ def step(
     MASKED: gl.constexpr,
     LAST: gl.constexpr,
 ):
-    """One visit, whose probabilities are there, and but for the last one those of the next: that of
-    this number in the work tile, which MASKED hides in part. Its five products:
+    """One visit, whose probabilities are there. Unless LAST, it also computes the probabilities of
+    the next visit, which has this number in the work tile and a mask if MASKED. Its five products:
 
         S^T = K Q^T    of the next visit
         dP^T = V dO^T
         dV += P^T dO
         dK += dS^T Q
-        dQ += dS K     by another warpgroup (dq/warpgroup.py), of `store_ds`
+        dQ += dS K     by another warpgroup (dq/warpgroup.py), from `store_ds`
     """
     dtype: gl.constexpr = shared.k.dtype
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
@@ -148,7 +150,7 @@ def step(
         queued = visit_probabilities(
             shared, s_NM, visit + 1, blocks, params, tile, number, CONSUMER, MASKED
         )
-    # ptxas: what is under way at the end of a loop's turn is copied, which takes waiting for it.
+    # ptxas: a product that still runs at the end of an iteration is copied, which waits for it.
     dk = wait_for_gradients(dk)
     shared.q.consumer_release_after_mma(q_state)
     return queued, dk, dv
@@ -165,8 +167,9 @@ def full_run(blocks, number, last):
 
 @gluon.jit
 def backward_mainloop(shared, visit, blocks, params, tile, kv_count, CONSUMER: gl.constexpr):
-    """dK and dV, not scaled, of one consumer's keys: of a work tile's visits, at least one.
-    visit: how many came before, in all work tiles. kv_count: how many work tiles had any."""
+    """(dK, dV, visits so far), not scaled, of one consumer's keys, over a work tile's visits, at
+    least one. visit: visits before it, of all work tiles. kv_count: work tiles before it that had
+    visits."""
     dtype: gl.constexpr = shared.k.dtype
     dk = no_gradients(params.tile.D, dtype)
     dv = no_gradients(params.tile.E, dtype)
@@ -182,7 +185,7 @@ def backward_mainloop(shared, visit, blocks, params, tile, kv_count, CONSUMER: g
     last = end - 1
     number = first
     while number < last:
-        # Masked visits are outside of the loop.
+        # Visits with a mask are outside of the loop.
         run = full_run(blocks, number + 1, last)
         for _ in range(run):
             number += 1

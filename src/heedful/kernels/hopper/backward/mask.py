@@ -1,4 +1,4 @@
-"""Hiding probabilities of queries that do not see a key. M query rows, N keys (64)."""
+"""Masks probabilities of queries that do not see a key. M query rows, N keys (64)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,9 +11,10 @@ FAR: gl.constexpr = gl.constexpr(1 << 30)
 
 @gluon.constexpr_function
 def _hidden(queries, tests):
-    """Assembly: 0 in place of what passes one of these tests, gt against the first query to show,
-    le against the first to hide, of a thread's two keys."""
-    # ptxas: immediates as in sm90/mask.py; changed in place, for there are no registers left.
+    """Assembly: 0 for the probabilities of a thread's two keys that pass one of these tests. "gt"
+    compares with the first query to show, "le" with the first query to mask."""
+    # ptxas: columns are immediates as in sm90/mask.py. Numbers change in place: no registers are
+    # left.
     count = queries // 2
     operands = [(2 * (count + i) + row, test) for i, test in enumerate(tests) for row in range(2)]
     lines = [
@@ -30,7 +31,7 @@ def _hidden(queries, tests):
 
 @gluon.constexpr_function
 def _in_place(queries, bounds):
-    """Constraints: probabilities in the registers that they come in, and two numbers a bound."""
+    """Constraints: probabilities stay in their registers, and each bound has two numbers."""
     count = queries // 2
     ties = [str(i) for i in range(count)]
     return ",".join(["=f"] * count + ties + ["r"] * (2 * bounds))
@@ -38,8 +39,8 @@ def _in_place(queries, bounds):
 
 @gluon.jit
 def hide_queries(p_NM, params, tile, row, CONSUMER: gl.constexpr):
-    """Probabilities of queries from `row` on with 0 where one does not see a key, or a key is past
-    the last."""
+    """Probabilities of queries from `row` on, with 0 where a query does not see a key or the key
+    does not exist."""
     M: gl.constexpr = p_NM.shape[1]
     layout: gl.constexpr = gl.SliceLayout(1, p_NM.type.layout)
     key_N = tile.col + CONSUMER * ROWS + gl.arange(0, ROWS, layout=layout)

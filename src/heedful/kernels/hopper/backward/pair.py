@@ -1,10 +1,14 @@
 """Attention backward of up to 192 columns of queries and 128 of values: two consumers of 64 keys
-each, which make dQ, too, and add it to global memory from registers.
+each, which also compute dQ and add it to global memory from registers.
 
-dK and dV of 64 keys take 160 registers of a thread, so that there are none left for a warpgroup
-that makes dQ (kernel.py); a tile of 64 keys (wide.py) would add twice as much dQ. Each
-consumer makes half of dQ's columns, of dS of both: the two meet once a step. What a product is
-less by, log-sum-exps and deltas, is where its sums begin, not in registers beside them.
+dK and dV of 64 keys take 160 registers of a thread. This leaves none for a warpgroup that computes
+dQ (kernel.py), and a tile of 64 keys (wide.py) would add twice as much dQ. Each consumer computes
+half of dQ's columns, from the dS of both, so the two meet once in each step. Log-sum-exps and
+deltas are subtracted by the products: accumulators begin with them, and they take no other
+registers.
+
+The kernel is `backward_pair`, launched by `launch/bind/hopper_backward.py` as `backward` is. A
+program has two consumer warpgroups and a producer warp.
 
 M query rows, N keys (64 of a consumer), J pairs of neighbouring queries, D qk dim, E v dim.
 """
@@ -60,9 +64,11 @@ from heedful.kernels.hopper.sm90.tile_scheduler import SCHEDULER_STAGES, TileSch
 
 @aggregate
 class PairShared:
-    """As BackwardShared, of one stage of keys. places, rows: beside each tile of queries, which it
-    is among all, and its first row.
-    ds: of each consumer a ring of boxes, keys by queries, of which both make dQ."""
+    """Shared memory, as BackwardShared, with one stage of keys.
+
+    places, rows: beside each tile of queries, its number among all tiles, and its first row. ds: a
+    ring of boxes for each consumer, keys by queries; both consumers compute dQ from all of them.
+    """
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
@@ -96,7 +102,8 @@ class PairShared:
             do,
             lse,
             delta,
-            # ptxas: places and rows, which consumers have no registers to work out.
+            # ptxas: places and rows are in memory, since consumers have no registers to compute
+            # them.
             gl.allocate_shared_memory(gl.int32, [params.tile.Q_STAGES, 32], plain),
             gl.allocate_shared_memory(gl.int32, [params.tile.Q_STAGES, 32], plain),
             ds,
@@ -122,7 +129,7 @@ def read_number(memory):
 
 @gluon.jit
 def make_dq(shared, state, COL: gl.constexpr, COLS: gl.constexpr):
-    """Some columns of a visit's dQ."""
+    """Columns [COL, COL + COLS) of a visit's dQ."""
     dq = gl.zeros([ROWS, COLS], gl.float32, scores_layout(shared.k.dtype, COLS))
     for i in gl.static_range(CONSUMERS):
         left = shared.consumer_ds(state, i).permute((1, 0))
@@ -134,8 +141,8 @@ def make_dq(shared, state, COL: gl.constexpr, COLS: gl.constexpr):
 
 @gluon.jit
 def add_dq(io, shared, params, place, state, CONSUMER: gl.constexpr):
-    """Makes one consumer's columns of a visit's dQ and adds them to global memory. place: of the
-    tile of queries among all."""
+    """Computes one consumer's columns of a visit's dQ and adds them to global memory. place: number
+    of the tile of queries among all."""
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     address = io.dq_accum + place.to(gl.int64) * (BLOCK_M * params.tile.D)
     FIRST: gl.constexpr = 0 if CONSUMER == 0 else 128
@@ -146,14 +153,15 @@ def add_dq(io, shared, params, place, state, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def less_than_rows(x_M, BLOCK_M: gl.constexpr, layout: gl.constexpr):
-    """What products are added to so that x is subtracted from each query's column."""
-    # ptxas: 16 numbers that do not stand in registers beside their results.
+    """The initial accumulator of a product from which x is subtracted, one number for each
+    query."""
+    # ptxas: so these 16 numbers take no registers beside their results.
     return gl.zeros([ROWS, BLOCK_M], gl.float32, layout) - x_M[None, :]
 
 
 @gluon.jit
 def probabilities(shared, visit, params, tile, CONSUMER: gl.constexpr):
-    """A visit's probabilities in pairs."""
+    """A visit's probabilities, in pairs."""
     dtype: gl.constexpr = shared.k.dtype
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     layout: gl.constexpr = scores_layout(dtype, BLOCK_M)
@@ -174,8 +182,8 @@ def probabilities(shared, visit, params, tile, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def pair_step(io, shared, visit, dk, dv, params, tile, lane, CONSUMER: gl.constexpr):
-    """One visit. visit: how many came before, in all work tiles. Its five products:
-    S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, dQ += dS K of half the columns."""
+    """One visit. visit: visits before it, of all work tiles. Its five products: S^T = K Q^T, dP^T =
+    V dO^T, dV += P^T dO, dK += dS^T Q, and half the columns of dQ += dS K."""
     dtype: gl.constexpr = shared.k.dtype
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     layout: gl.constexpr = scores_layout(dtype, BLOCK_M)
@@ -197,7 +205,8 @@ def pair_step(io, shared, visit, dk, dv, params, tile, lane, CONSUMER: gl.conste
     left = kept_probabilities((p_NJ,), params, dtype, operand)
     # dV += P^T dO
     dv = queue_gradients(left, dout, dv, params.tile.E)
-    # Both have made dQ of what was here two visits ago: who is behind has not told of its dS since.
+    # Both consumers have computed dQ from this stage's dS of two visits ago: neither has announced
+    # its next dS before that.
     store_pairs(shared.consumer_ds(ds_state, CONSUMER), ds_NJ, lane)
     barrier.arrive_each_warp(shared.ds_full.index(ds_state.index))
     dv = wait_for_gradients(dv)
@@ -215,7 +224,8 @@ def pair_step(io, shared, visit, dk, dv, params, tile, lane, CONSUMER: gl.conste
 
 @gluon.jit
 def pair_mainloop(io, shared, visit, params, tile, visits, CONSUMER: gl.constexpr):
-    """dK and dV, not scaled, of one consumer's keys of a work tile of so many visits."""
+    """(dK, dV, visits so far), not scaled, of one consumer's keys, over a work tile of `visits`
+    visits."""
     dtype: gl.constexpr = shared.k.dtype
     dk = no_gradients(params.tile.D, dtype)
     dv = no_gradients(params.tile.E, dtype)
@@ -234,7 +244,8 @@ def pair_consumer(
     params: HopperBackwardParams,
     CONSUMER: gl.constexpr,
 ):
-    """Gradients of one consumer's keys of each work tile; zeros if no query sees any."""
+    """Computes the gradients of one consumer's keys of each work tile; zeros if no query sees any
+    of them."""
     visit = gl.to_tensor(0)
     kv_phase = gl.to_tensor(0)
     scheduler_state = PipelineState.start(SCHEDULER_STAGES)
@@ -249,7 +260,7 @@ def pair_consumer(
         dk, dv, visit = pair_mainloop(io, shared, visit, params, tile, visits, CONSUMER)
         dv = scaled(dv, p_descale(io.q.dtype))
         dk = scaled(dk, params.sizes.scale * p_descale(io.q.dtype))
-        # The other has read all keys.
+        # The other consumer has read all keys.
         sync_consumers()
         memory = shared.v.index(CONSUMER)
         store_gradient(io.dv, memory, dv, 0, params.tile.E, params, tile, CONSUMER)
@@ -262,13 +273,14 @@ def pair_consumer(
 
 @gluon.jit
 def backward_pair(io: HopperBackwardIO, params: HopperBackwardParams):
-    """As backward.backward."""
+    """As `backward` of kernel.py."""
     CONSUMER_REGS: gl.constexpr = params.tile.CONSUMER_REGS
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
     shared = PairShared.allocate(io, params)
     scheduler = work_scheduler(params, CONSUMERS)
     fence_async_shared()
-    # Begun early (KernelCall.programmatic): what the prologue wrote is in memory from here on.
+    # The launch begins early (KernelCall.programmatic). From here on, the prologue's results are in
+    # memory.
     cuda.gdc_wait()
     gl.warp_specialize(
         [

@@ -1,4 +1,5 @@
-"""Warps of the Hopper backward: one loads tiles, others add sums of dQ to global memory.
+"""Two roles of the backward that are one warp each: the producer loads tiles, and the adder adds
+shares of dQ to global memory.
 
 M query rows, N keys.
 """
@@ -36,7 +37,7 @@ from heedful.kernels.hopper.sm90.tile_scheduler import SCHEDULER_STAGES, TileSch
 
 @gluon.jit
 def load_numbers(ptr, io, params, tile, head, row, other):
-    """Numbers of query rows from `row` on out of an array that lies as lse_log2 does."""
+    """Numbers of query rows from `row` on, from an array in the layout of lse_log2."""
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lies = io.lse_log2
@@ -47,8 +48,8 @@ def load_numbers(ptr, io, params, tile, head, row, other):
 
 @gluon.jit
 def queries_of(io, params, tile, blocks, visit):
-    """A visit's query head and first row, and the rows' lse_log2 and delta on their way. Rows past
-    the last have no probabilities."""
+    """(query head, first row, lse_log2, delta) of a visit; the loads of the last two are under way.
+    Rows past the last one have no probabilities."""
     head, block = query_tile(params, tile, blocks, visit)
     row = block * params.tile.BLOCK_M
     lse_M = load_numbers(io.lse_log2.ptr, io, params, tile, head, row, float("inf"))
@@ -58,7 +59,7 @@ def queries_of(io, params, tile, blocks, visit):
 
 @gluon.jit
 def load_keys(desc, boxes, full, empty, state, params, tile):
-    """Loads a work tile's keys or values once there is room for them."""
+    """Loads a work tile's keys or values once their stage is empty."""
     PACKED: gl.constexpr = params.seqs.cu_k is not None
     BOXES: gl.constexpr = params.tile.BLOCK_N // ROWS
     bar = full.index(state.index)
@@ -74,7 +75,7 @@ def load_keys(desc, boxes, full, empty, state, params, tile):
 
 @gluon.jit
 def load_k(io, shared, params, tile, kv_count):
-    """Loads a work tile's keys. kv_count: how many work tiles were loaded before."""
+    """Loads a work tile's keys. kv_count: work tiles that were loaded before."""
     state = stage_of(kv_count, params.tile.K_STAGES)
     load_keys(io.k, shared.k, shared.k_full, shared.k_empty, state, params, tile)
 
@@ -88,7 +89,8 @@ def load_v(io, shared, params, tile, kv_count):
 
 @gluon.jit
 def load_rows(desc, ring, numbers, x_M, params, tile, head, row, state):
-    """Loads a tile of q or dout once there is room for it, beside it the rows' numbers x_M."""
+    """Loads a tile of q or dout once its stage is empty, and stores the rows' numbers x_M beside
+    it."""
     PACKED: gl.constexpr = params.seqs.cu_q is not None
     full = ring.producer_acquire(state, state)
     numbers.index(state.index).store(x_M)
@@ -99,15 +101,15 @@ def load_rows(desc, ring, numbers, x_M, params, tile, head, row, state):
 
 @gluon.jit
 def dout_scale(io, params, tile, head, row, lse_M):
-    """What cotangents of rows are multiplied by, of which some are far from 0."""
+    """Factors of the cotangents of rows, some of which are far from 0; 1 for the other rows."""
     scale_M = load_numbers(io.dout_scale, io, params, tile, head, row, 1.0)
     return gl.where(is_far(lse_M), scale_M, 1.0)
 
 
 @gluon.jit
 def load_far_rows(io, shared, lse_M, delta_M, params, tile, head, row, state, phase):
-    """As `load_rows` of dout and delta, of which those of far rows are scaled before anybody is
-    told of them."""
+    """As `load_rows` of dout and delta. Those of far rows are scaled before the stage is announced
+    as full."""
     PACKED: gl.constexpr = params.seqs.cu_q is not None
     desc = io.dout
     scale_M = dout_scale(io, params, tile, head, row, lse_M)
@@ -126,8 +128,8 @@ def load_far_rows(io, shared, lse_M, delta_M, params, tile, head, row, state, ph
 
 @gluon.jit
 def tell_place(shared, params, tile, head, row, state):
-    """Says which tile of queries it is that is loaded next, among those of all heads, once there is
-    room for that."""
+    """Stores the number of the next tile of queries among those of all heads, and its first row,
+    once their stage is empty."""
     barrier.wait(shared.q.empty.index(state.index), state.phase ^ 1)
     place = (head * params.sizes.accum_rows + tile.accum_row + row) // params.tile.BLOCK_M
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -139,8 +141,8 @@ def tell_place(shared, params, tile, head, row, state):
 @gluon.jit
 def load_tile(io, shared, params, tile, blocks, first, end, states, kv_count):
     """Loads a work tile's keys and values, and its queries in the order of visits."""
-    # Two stages of keys have room while the tile before is at work; of one, values are done with
-    # first.
+    # With two stages, there is room for keys while the tile before is in work. With one, values are
+    # free before keys.
     K_AHEAD: gl.constexpr = params.tile.K_STAGES > 1
     TELLS_PLACES: gl.constexpr = params.tile.DQ_REGS is None and params.tile.BLOCK_N > ROWS
     q_state, do_state, far_phase = states
@@ -166,7 +168,7 @@ def load_tile(io, shared, params, tile, blocks, first, end, states, kv_count):
             load_rows(io.dout, shared.do, shared.delta, delta_M, params, tile, head, row, do_state)
         q_state = q_state.next()
         do_state = do_state.next()
-        # The next rows' numbers are on their way while stages are awaited.
+        # The numbers of the next rows are loaded while this warp waits for stages.
         following = gl.minimum(visit + 1, end - 1)
         head, row, lse_M, delta_M = queries_of(io, params, tile, blocks, following)
     return q_state, do_state, far_phase
@@ -176,7 +178,7 @@ def load_tile(io, shared, params, tile, blocks, first, end, states, kv_count):
 def backward_producer(
     io: HopperBackwardIO, shared, scheduler: TileScheduler, params: HopperBackwardParams
 ):
-    """Fetches work tiles, tells the other warps of them, and loads what they need."""
+    """Fetches work tiles, commits them for the other warps, and loads their inputs."""
     q_state = PipelineState.start(params.tile.Q_STAGES)
     states = q_state, PipelineState.start(params.tile.DO_STAGES), gl.to_tensor(0)
     scheduler_state = PipelineState.start(SCHEDULER_STAGES)
@@ -192,19 +194,20 @@ def backward_producer(
             states = load_tile(io, shared, params, tile, blocks, first, end, states, kv_count)
             kv_count += 1
         elif params.tile.DQ_REGS is None:
-            # Gradients leave through the memory of keys, which consumers always wait for then.
+            # Gradients pass through the memory of keys here, so consumers always wait for keys.
             load_v(io, shared, params, tile, kv_count)
             load_k(io, shared, params, tile, kv_count)
             kv_count += 1
-        # Not before all is loaded: who fetches at a tile's beginning fetches in the order in which
-        # programs began theirs, and gets the longest after the longest.
+        # The next work tile is fetched only after all loads. A fetch at a tile's beginning would
+        # follow the order in which programs began, and give the longest tile to the program with
+        # the longest one.
         index = scheduler.fetch_next_work(index)
     scheduler.producer_commit((scheduler.count,), scheduler_state)
 
 
 @gluon.jit
 def add_share(address, shared, params, SHARE: gl.constexpr):
-    """Adds a share of the dQ of a tile of queries, whose sums begin at `address`."""
+    """Adds a share of the dQ of a tile of queries. address: where the tile's sums begin."""
     D: gl.constexpr = params.tile.D
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     BEFORE: gl.constexpr = SHARE * ROWS * share_columns(D, BLOCK_M, 0)
@@ -220,8 +223,8 @@ def backward_adder(
     params: HopperBackwardParams,
     ADDER: gl.constexpr,
 ):
-    """Adds shares of dQ to global memory, in the order of this warp's visits: of `adders` warps
-    each has every so many."""
+    """Adds shares of dQ to global memory, in the order of visits. With several such warps, each has
+    every ADDERS-th visit."""
     ADDERS: gl.constexpr = adders(params)
     TAKES_TURNS: gl.constexpr = params.order.turns is not None
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
@@ -248,7 +251,7 @@ def backward_adder(
             if TAKES_TURNS:
                 end_turn(turn)
             phase ^= 1
-        # Who adds goes on alternating in the next work tile.
+        # The adders keep alternating in the next work tile.
         ahead = (ahead + end - first) % ADDERS
         scheduler_state = scheduler_state.next()
         index = next_index(scheduler, index, scheduler_state)

@@ -1,7 +1,8 @@
-"""What comes ahead of the Hopper backward: delta of every query row, and cleared sums.
+"""The prologue of the backward: delta of every query row, cleared sums of dQ, and rows far from 0.
 
-delta = rowsum(out * dout) - dlse, 0 in rows that saw nothing or are not in use. Shapes: M query
-rows, E v dim.
+delta = rowsum(out * dout) - dlse, and 0 in rows that saw nothing or are not in use. The kernel is
+`backward_prologue`, launched by `launch/bind/hopper_backward.py` before each main kernel. Shapes: M
+query rows, E v dim.
 """
 
 import triton
@@ -25,8 +26,8 @@ from heedful.kernels.hopper.backward.p_scale import p_scale_log2
 
 @triton.jit
 def accum_begin(b, cu_seqlens, seqlen, BLOCK: tl.constexpr):
-    """A sequence's first row where each has its rows rounded up to tiles, as
-    `hopper.backward.tile.accum_begin` has it."""
+    """A sequence's first row in dq_accum, where each sequence is rounded up to whole tiles;
+    `hopper.backward.tile.accum_begin` is the same in the main kernel."""
     if cu_seqlens is not None:
         token, _, _ = sequence(b, cu_seqlens, None, None, seqlen)
         return (token // BLOCK + b) * BLOCK
@@ -45,8 +46,9 @@ def tell_far_rows(
     tile: Tile,
     P_SCALE_LOG2: tl.constexpr,
 ):
-    """Makes those of a few rows anew that are far from 0."""
-    # ptxas: what crossed the branch to here would take registers; so all that is needed is loaded.
+    """Recomputes those rows of a tile that are far from 0, and stores their numbers."""
+    # ptxas: values that cross the branch to here would take registers, so all inputs are loaded
+    # again.
     rows_M = row0 + tl.arange(0, tile.BLOCK_M)
     places_M = place.b * lse.stride_b + place.h * lse.stride_h + place.seq.token_q + rows_M
     lse_M = tl.load(lse.ptr + places_M, mask=rows_M < place.seq.len_q, other=float("-inf"))
@@ -78,12 +80,16 @@ def backward_prologue(
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """delta, laid out as lse; zeros in dq_accum, turns and tile_counter; far rows made anew. A
-    program each for BLOCK_M rows of a query head, q_blocks of the longest sequence. D: columns of
-    dq_accum. tile: of far rows."""
-    # The kernel behind sets itself up meanwhile, and waits.
+    """Stores delta in the layout of lse; sets dq_accum, turns and tile_counter to 0; recomputes far
+    rows.
+
+    The grid has one program for BLOCK_M rows of a query head, q_blocks of the longest sequence. D:
+    columns of dq_accum. tile: the tile of far rows.
+    """
+    # Meanwhile the next kernel starts its set-up, then waits.
     cuda.gdc_launch_dependents()
-    # From the last rows to the first, which the kernel behind adds to first: they are in the L2.
+    # Programs go from the last rows to the first. The next kernel adds to the first ones first,
+    # which are then in the L2 cache.
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     if io.tile_counter is not None and pid == 0:
         tl.store(io.tile_counter, 0)
@@ -96,7 +102,7 @@ def backward_prologue(
         return
     rows_M = row0 + tl.arange(0, BLOCK_M)
     places_M = b * io.lse.stride_b + h * io.lse.stride_h + token + rows_M
-    # ptxas: on its way before anything is stored, behind which the compiler keeps loads.
+    # ptxas: this load is issued before any store, since the compiler keeps later loads after it.
     lse_M = tl.load(io.lse.ptr + places_M, mask=rows_M < len_q, other=float("-inf"))
     accum_row = h * sizes.accum_rows + accum_begin(b, seqs.cu_q, seqs.seqlen_q, BLOCK_M) + row0
     sums = io.dq_accum + accum_row * D

@@ -1,8 +1,9 @@
-"""From transposed raw scores to probabilities, and back from their gradients.
+"""From transposed raw scores to probabilities, and from gradients of probabilities to those of
+scores.
 
-Probabilities of a step wait for its dP as pairs of float16 in a register, as sm90/pairs.py has
-them, scaled as p_scale.py says; those that dropout drops wait with their sign set. M query rows,
-N keys (64), J pairs of neighbouring queries.
+The probabilities of a step wait for its dP as pairs of float16 in one register (sm90/pairs.py),
+scaled as p_scale.py says. Probabilities that dropout drops have their sign set. M query rows, N
+keys (64), J pairs of neighbouring queries.
 """
 
 from triton.experimental import gluon
@@ -18,8 +19,9 @@ from heedful.kernels.hopper.sm90.score_mods import apply_softcap
 
 @gluon.constexpr_function
 def counters_layout(M):
-    """Of a (N / 4, M) tile in four warps, four keys to a Philox counter: each warp has those of its
-    16 rows of an accumulator, so that turning one into the other stays within a warp."""
+    """The layout of a (N / 4, M) tile of Philox counters in four warps, four keys to a counter.
+    Each warp has the counters of its 16 rows of an accumulator, so that the conversion stays within
+    a warp."""
     registers = [[0, 1]] + [[0, 32 << bit] for bit in range((M // 64).bit_length())] + [[2, 0]]
     lanes = [[0, 2], [0, 4], [0, 8], [0, 16], [1, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[4, 0], [8, 0]], [], [ROWS // 4, M])
@@ -27,8 +29,8 @@ def counters_layout(M):
 
 @gluon.jit
 def keep_tile(dropout, tile, head, row, col, p_NM):
-    """Which of the probabilities of keys from `col` and queries from `row` are kept: the bits of
-    hopper/forward/dropout.py."""
+    """Which probabilities of keys from `col` on and queries from `row` on are kept: the same bits
+    as in hopper/forward/dropout.py."""
     N: gl.constexpr = p_NM.shape[0]
     M: gl.constexpr = p_NM.shape[1]
     counters: gl.constexpr = counters_layout(M)
@@ -67,8 +69,8 @@ def queued_probabilities(
     CONSUMER: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """What a visit's dV and dS are made of: probabilities in pairs, and of softcapped scores the
-    slope of the cap."""
+    """The inputs of a visit's dV and dS: probabilities in pairs and, with softcap, the slopes of
+    the cap."""
     col = tile.col + CONSUMER * ROWS
     slopes = ()
     if params.mods.HAS_SOFTCAP:
@@ -88,7 +90,7 @@ def queued_probabilities(
 
 @gluon.jit
 def kept_probabilities(queued, params, dtype: gl.constexpr, layout: gl.constexpr):
-    """The left operand of dV."""
+    """The left operand of dV: probabilities, with 0 for the dropped ones."""
     p_NJ = queued[0]
     if params.dropout.IS_ON:
         text: gl.constexpr = "{ .reg .b32 z; mov.b32 z, 0; max.f16x2 $0, $1, z; }"
@@ -100,7 +102,7 @@ def kept_probabilities(queued, params, dtype: gl.constexpr, layout: gl.constexpr
 
 @gluon.jit
 def score_gradients(queued, dp_NM, delta_M, params, dtype: gl.constexpr):
-    """dS of raw scores, less the scale, in float32."""
+    """dS of raw scores, without the scale, in float32."""
     layout: gl.constexpr = dp_NM.type.layout
     p_NM = from_pairs(queued[0], gl.float16, layout).to(gl.float32)
     if params.dropout.IS_ON:

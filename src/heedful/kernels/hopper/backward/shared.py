@@ -1,4 +1,4 @@
-"""Shared memory of the Hopper backward, and who waits for what in it."""
+"""Shared memory of the backward, and its barriers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,22 +13,22 @@ from heedful.kernels.hopper.sm90.mma import ROWS
 from heedful.kernels.hopper.sm90.pipeline import Pipeline, allocate_boxes
 
 CONSUMERS: gl.constexpr = gl.constexpr(2)
-# The backward's one named barrier: where its consumers meet.
+# The backward's only named barrier: its two consumers meet there.
 CONSUMERS_BARRIER: gl.constexpr = barrier.FIRST_NAMED
-# A visit's dQ leaves in so many shares, one after the other.
+# A visit's dQ is passed on in this many shares, one after the other.
 SHARES: gl.constexpr = gl.constexpr(2)
 
 
 @gluon.constexpr_function
 def adders(params):
-    """Warps that add dQ to global memory, visits in turn: two where they wait for turns, which
-    takes longer than a visit."""
+    """Warps that add dQ to global memory, taking visits in turn. There are two if they wait for
+    turns, which takes longer than a visit."""
     return 1 if params.order.turns is None else 2
 
 
 @gluon.jit
 def allocate_queries(io, params):
-    """Rings of query tiles and of their cotangents, and memory for lse and delta beside them."""
+    """(ring of query tiles, ring of their cotangents, memory for lse, memory for delta)."""
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     q = Pipeline.allocate(io.q, params.tile.Q_STAGES, CONSUMERS)
     do = Pipeline.allocate(io.dout, params.tile.DO_STAGES, CONSUMERS)
@@ -40,8 +40,8 @@ def allocate_queries(io, params):
 
 @gluon.jit
 def far_memory(params):
-    """Memory for what a tile's cotangents are scaled by, and the barrier at which who scales them
-    waits for them."""
+    """(memory for the factors of a tile's cotangents, the barrier at which the producer waits for
+    the cotangents that it scales)."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return gl.allocate_shared_memory(gl.float32, [1, params.tile.BLOCK_M], plain), barriers(1, 1)
 
@@ -55,15 +55,15 @@ def sync_consumers():
 
 @gluon.jit
 def wait_for_keys(shared, phase):
-    """Waits for a work tile's keys and values where gradients leave through their memory, even of
-    tiles that no query sees."""
+    """Waits for a work tile's keys and values. Where gradients pass through their memory, this
+    holds even for tiles that no query sees."""
     barrier.wait(shared.k_full.index(0), phase)
     barrier.wait(shared.v_full.index(0), phase)
 
 
 @gluon.jit
 def release_keys(shared):
-    """Gives the memory of keys and values back once gradients of both consumers have left it."""
+    """Releases the memory of keys and values, once the gradients of both consumers have left it."""
     tma.store_wait(0)
     sync_consumers()
     mbarrier.arrive(shared.k_empty.index(0), count=1)
@@ -72,18 +72,20 @@ def release_keys(shared):
 
 @gluon.jit
 def wait_for_outlet():
-    """Waits until gradients have left the memory of dS, which may be written then."""
+    """Waits until gradients have left the memory of dS, so that it may be written."""
     tma.store_wait(0)
     gl.barrier()
 
 
 @aggregate
 class BackwardShared:
-    """k: a box of 64 keys for each consumer, of two work tiles; v: of one. q, do: rings of query
-    tiles, beside each of which lie lse in base 2, delta. ds: of each consumer a ring of boxes, keys
-    by queries. dq: shares. dout_scale, far_full: see `far_memory`. Full and empty barriers: of k
-    for each of the two, of v, of ds of both consumers, dq_empty of a share, dq_full of a share for
-    each warp that adds.
+    """k: for each consumer a box of 64 keys, of two work tiles. v: the same, of one work tile. q,
+    do: rings of query tiles and cotangents. lse (in base 2), delta: the numbers of their rows. ds:
+    for each consumer a ring of boxes, keys by queries. dq: shares. dout_scale, far_full: see
+    `far_memory`.
+
+    Full and empty barriers: one for each stage of k, for v, and for each stage of ds of both
+    consumers; dq_empty for each share; dq_full for each share and each warp that adds.
     """
 
     k: gl.shared_memory_descriptor
@@ -109,7 +111,7 @@ class BackwardShared:
     def allocate(io, params):
         BLOCK_M: gl.constexpr = params.tile.BLOCK_M
         K_STAGES: gl.constexpr = params.tile.K_STAGES
-        # The first share is the largest.
+        # The first share is the largest one.
         SHARE: gl.constexpr = ROWS * share_columns(params.tile.D, BLOCK_M, 0)
         q, do, lse, delta = allocate_queries(io, params)
         layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], io.q.dtype)
@@ -127,7 +129,7 @@ class BackwardShared:
             allocate_dq(SHARES, SHARE),
             barriers(K_STAGES, 1),
             barriers(1, 1),
-            # Who makes dQ reads keys, too.
+            # The warpgroup that computes dQ reads keys, too.
             barriers(K_STAGES, CONSUMERS + 1),
             barriers(1, CONSUMERS),
             barriers(params.tile.DS_STAGES, CONSUMERS * 4),

@@ -1,5 +1,5 @@
-"""Work tiles of the Hopper backward: a key tile of a KV head, past which the queries that see it
-stream, of every query head that shares it.
+"""Work tiles of the backward: a key tile of a KV head. All queries that see it stream past it, of
+every query head that shares it. To process one query tile is a visit.
 
 M query rows, N keys.
 """
@@ -16,8 +16,8 @@ from heedful.kernels.hopper.sm90.tile_scheduler import TileScheduler, l2_swizzle
 
 
 class KeyTile(NamedTuple):
-    """Keys from `col` of one KV head of a sequence (`Seqlens`). accum_row: the sequence's first row
-    in dq_accum. split: which of its visits' splits."""
+    """Keys from `col` on, of one KV head of a sequence (`Seqlens`). accum_row: the sequence's first
+    row in dq_accum. split: which split of its visits."""
 
     batch: Any
     kv_head: Any
@@ -29,8 +29,7 @@ class KeyTile(NamedTuple):
 
 @aggregate
 class MBlockRange:
-    """Query tiles [begin, end) that see some of the keys; all but [full_begin, full_end) need a
-    mask."""
+    """Query tiles [begin, end) see some of the keys; all but [full_begin, full_end) need a mask."""
 
     begin: gl.tensor
     full_begin: gl.tensor
@@ -40,7 +39,8 @@ class MBlockRange:
 
 @gluon.jit
 def accum_begin(batch, start, cu_seqlens, seqlen, BLOCK: gl.constexpr):
-    """A sequence's first row in dq_accum, or in partials: each has its rows rounded up to tiles."""
+    """A sequence's first row in dq_accum, or in partials, where each sequence is rounded up to
+    whole tiles."""
     if cu_seqlens is not None:
         return (start // BLOCK + batch) * BLOCK
     else:
@@ -69,7 +69,7 @@ def work_tiles(params):
 
 @gluon.jit
 def work_scheduler(params, READERS: gl.constexpr):
-    """Work tiles, of which so many warpgroups and warps are told by the producer."""
+    """The scheduler of work tiles. READERS: warpgroups and warps that read the producer's ring."""
     tiles = work_tiles(params)
     if params.order.tile_counter is None:
         return TileScheduler(tiles, tiles)
@@ -79,13 +79,13 @@ def work_scheduler(params, READERS: gl.constexpr):
 
 @gluon.jit
 def stride_before():
-    """What comes a stride before a program's first work tile."""
+    """The number that is one stride before a program's first work tile."""
     return gl.program_id(0) - gl.num_programs(0)
 
 
 @gluon.jit
 def next_index(scheduler, index, state):
-    """The work tile after `index` of who is told of them."""
+    """The work tile after `index`, for roles that read the producer's ring."""
     index = scheduler.get_current_work(index, state)
     if scheduler.tile_counter is not None:
         scheduler.consumer_release(state)
@@ -94,9 +94,9 @@ def next_index(scheduler, index, state):
 
 @gluon.jit
 def turn_of(params, tile, block):
-    """How many key tiles are added to a query tile before this one: of those that it visits, from
-    the last under a diagonal, else from the first. Any of its rows counts, even past the last, as
-    in `m_block_range`."""
+    """How many key tiles are added to a query tile before this one. Those that the query tile
+    visits are added from the last under a diagonal, else from the first. Any of its rows counts,
+    even one past the last, as in `m_block_range`."""
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     BLOCK_N: gl.constexpr = params.tile.BLOCK_N
     key_block = tile.col // BLOCK_N
@@ -112,9 +112,9 @@ def turn_of(params, tile, block):
 
 @gluon.jit
 def key_tile(params, index):
-    """Work tile `index`: groups of KV heads, in each of them key tiles from the first, which
-    causal queries see longest; where they take turns, from the one whose turn is first. Splits of a
-    key tile's visits are neighbours, which share its keys."""
+    """The `KeyTile` of work tile `index`. Tiles go by groups of KV heads, and in each group key
+    tiles go from the first, which most causal queries see. With turns, they go from the tile whose
+    turn comes first. Splits of a key tile's visits are neighbours, so that they share its keys."""
     split = gl.to_tensor(0)
     if params.order.partials is not None:
         split = index % params.order.splits
@@ -147,7 +147,7 @@ def key_tile(params, index):
     if params.seqs.used_k is not None:
         len_k = within(gl.load(params.seqs.used_k + batch), 0, len_k)
     if params.mods.longest_k is not None:
-        # A bias has no more rows and keys than that.
+        # A bias has only so many rows and keys.
         len_q = gl.minimum(len_q, params.mods.longest_q)
         len_k = gl.minimum(len_k, params.mods.longest_k)
     off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
@@ -172,8 +172,8 @@ def key_tile(params, index):
 
 @gluon.jit
 def m_block_range(params, tile):
-    """Query tiles that see any of a tile's keys, and those whose queries all see all of them. Rows
-    past the last query have no say: their probabilities are 0 by their log-sum-exp."""
+    """The query tiles that see any of a tile's keys, and those whose queries all see all of them.
+    Rows past the last query do not count: their log-sum-exp makes their probabilities 0."""
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     BLOCK_N: gl.constexpr = params.tile.BLOCK_N
     col = tile.col
@@ -195,7 +195,7 @@ def m_block_range(params, tile):
         stop = gl.maximum(col - diagonal + 1, 0)
         full_end = gl.where(stop < tile.seq.len_q, stop // BLOCK_M, end)
     full_end = gl.minimum(gl.maximum(full_end, full_begin), end)
-    # Keys past the last one must be hidden from every query.
+    # Keys past the last one must be masked for every query.
     full_end = gl.where(col + BLOCK_N > tile.seq.len_k, full_begin, full_end)
     return MBlockRange(begin, full_begin, full_end, end)
 
@@ -208,8 +208,8 @@ def is_masked(blocks, block):
 
 @gluon.jit
 def visit_range(params, tile, blocks):
-    """Numbers [first, end) of a work tile's visits: query tiles of all heads that see its keys, or
-    one split of them."""
+    """Numbers [first, end) of a work tile's visits: query tiles of all its heads that see its keys,
+    or one split of them."""
     first = gl.to_tensor(0)
     end = (blocks.end - blocks.begin) * params.sizes.group
     if params.order.partials is not None:
@@ -230,7 +230,7 @@ def is_visited(params, tile, blocks):
 
 @gluon.jit
 def query_tile(params, tile, blocks, number):
-    """Query head and query tile of a work tile's visit, by its number."""
+    """(query head, query tile) of a work tile's visit."""
     count = blocks.end - blocks.begin
     ahead = number // count
     return tile.kv_head * params.sizes.group + ahead, blocks.begin + number - ahead * count

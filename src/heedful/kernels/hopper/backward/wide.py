@@ -1,8 +1,11 @@
-"""Attention backward of wide heads: one consumer makes S and dV, the other dP and dK.
+"""Attention backward of wide heads, up to 256: one consumer computes S and dV, the other dP and dK.
 
-64 keys stay, and each consumer has all of one gradient in registers. Probabilities and dS cross
-over through shared memory. Each consumer makes a half of dQ, 64 columns at a time, and adds it to
-global memory from registers: there is no shared memory left to add it from.
+A work tile is 64 keys, and each consumer has all of one gradient in registers. Probabilities and dS
+pass from one consumer to the other through shared memory. Each consumer computes half of dQ, 64
+columns at a time, and adds it to global memory from registers: no shared memory is left for it.
+
+The kernel is `backward_wide`, launched by `launch/bind/hopper_backward.py` as `backward` is. A
+program has two consumer warpgroups and a producer warp.
 
 M query rows, N keys (64), D qk dim, E v dim, J pairs of neighbouring queries.
 """
@@ -60,8 +63,8 @@ CROSSING_STAGES: gl.constexpr = gl.constexpr(2)
 
 @aggregate
 class WideShared:
-    """As BackwardShared. p, ds: probabilities and dS of two visits, keys by queries, p_full and
-    ds_full for each."""
+    """Shared memory, as BackwardShared. p, ds: probabilities and dS of two visits, keys by queries.
+    p_full, ds_full: a barrier for each visit."""
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
@@ -106,10 +109,10 @@ class WideShared:
 
 @gluon.jit
 def add_dq(io, shared, params, tile, blocks, number, crossing, CONSUMER: gl.constexpr):
-    """Makes one consumer's columns of a visit's dQ and adds them to global memory."""
+    """Computes one consumer's columns of a visit's dQ and adds them to global memory."""
     D: gl.constexpr = params.tile.D
     COLS: gl.constexpr = 64
-    # Of three blocks of columns the one who makes dV, of fewer products, has two.
+    # If there are three blocks of columns, consumer 0 computes two: it has fewer other products.
     FIRST: gl.constexpr = CONSUMER * ((D // COLS + 1) // CONSUMERS)
     END: gl.constexpr = D // COLS if CONSUMER else (D // COLS + 1) // CONSUMERS
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
@@ -140,7 +143,8 @@ def queue_visit(shared, visit, params):
 
 @gluon.jit
 def crossing_probabilities(queued, params, dtype: gl.constexpr, layout: gl.constexpr):
-    """What dS is made of: probabilities, times the slope of the cap where scores have one."""
+    """The numbers that dS is computed from: probabilities, with softcap times the slope of the
+    cap."""
     p_NM = from_pairs(queued[0], gl.float16, layout)
     if params.mods.HAS_SOFTCAP:
         slope_NM = from_pairs(queued[1], dtype, layout).to(gl.float32)
@@ -150,8 +154,8 @@ def crossing_probabilities(queued, params, dtype: gl.constexpr, layout: gl.const
 
 @gluon.jit
 def value_gradients(io, shared, visit, blocks, params, tile, first, end):
-    """dV of a work tile: the consumer that makes probabilities. Of a visit's five products it has
-    S^T = K Q^T, dV += P^T dO and half the columns of dQ += dS K."""
+    """dV of a work tile, by the consumer that computes probabilities. Its products of a visit: S^T
+    = K Q^T, dV += P^T dO, and half the columns of dQ += dS K."""
     dtype: gl.constexpr = shared.k.dtype
     layout: gl.constexpr = scores_layout(dtype, params.tile.BLOCK_M)
     dv = no_gradients(params.tile.E, dtype)
@@ -181,8 +185,8 @@ def value_gradients(io, shared, visit, blocks, params, tile, first, end):
 
 @gluon.jit
 def key_gradients(io, shared, visit, blocks, params, tile, first, end):
-    """dK of a work tile, less the scale: the consumer that makes dS. Of a visit's five products it
-    has dP^T = V dO^T, dK += dS^T Q and the other columns of dQ += dS K."""
+    """dK of a work tile, without the scale, by the consumer that computes dS. Its products of a
+    visit: dP^T = V dO^T, dK += dS^T Q, and the other columns of dQ += dS K."""
     dtype: gl.constexpr = shared.k.dtype
     layout: gl.constexpr = scores_layout(dtype, params.tile.BLOCK_M)
     dk = no_gradients(params.tile.D, dtype)
@@ -218,8 +222,7 @@ def key_gradients(io, shared, visit, blocks, params, tile, first, end):
 
 @gluon.jit
 def crossed_gradients(p_NM, dp_NM, delta_M, params, dtype: gl.constexpr):
-    """dS from probabilities that came through shared memory, those that are dropped with their
-    sign set."""
+    """dS from probabilities that came through shared memory. Dropped ones have their sign set."""
     p_NM = p_NM.to(gl.float32)
     if params.dropout.IS_ON:
         dp_NM = gl.where(p_NM > 0.0, dp_NM * params.dropout.inverse_keep, 0.0)
@@ -235,7 +238,8 @@ def wide_consumer(
     params: HopperBackwardParams,
     CONSUMER: gl.constexpr,
 ):
-    """dV (consumer 0) or dK (1) of each work tile; zeros if no query sees any key."""
+    """Computes dV (consumer 0) or dK (consumer 1) of each work tile; zeros if no query sees any
+    key."""
     visit = gl.to_tensor(0)
     kv_phase = gl.to_tensor(0)
     scheduler_state = PipelineState.start(SCHEDULER_STAGES)
@@ -251,7 +255,7 @@ def wide_consumer(
             dv = scaled(dv, p_descale(io.q.dtype))
             if params.dropout.IS_ON:
                 dv = scaled(dv, params.dropout.inverse_keep)
-            # The other has read all values, and all keys.
+            # The other consumer has read all values and all keys.
             sync_consumers()
             store_gradient(io.dv, shared.v.index(0), dv, 0, params.tile.E, params, tile, 0)
         else:
@@ -267,13 +271,14 @@ def wide_consumer(
 
 @gluon.jit
 def backward_wide(io: HopperBackwardIO, params: HopperBackwardParams):
-    """As backward.backward."""
+    """As `backward` of kernel.py."""
     CONSUMER_REGS: gl.constexpr = params.tile.CONSUMER_REGS
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
     shared = WideShared.allocate(io, params)
     scheduler = work_scheduler(params, CONSUMERS)
     fence_async_shared()
-    # Begun early (KernelCall.programmatic): what the prologue wrote is in memory from here on.
+    # The launch begins early (KernelCall.programmatic). From here on, the prologue's results are in
+    # memory.
     cuda.gdc_wait()
     gl.warp_specialize(
         [

@@ -1,2 +1,2 @@
-"""dQ: the warpgroup that makes it, its float32 sums, and its way out of them. May import
-`hopper.backward` and `hopper.sm90`."""
+"""dQ: the warpgroup that computes it, its float32 sums, and the epilogue that reads them. May
+import `hopper.backward` and `hopper.sm90`."""

@@ -1,7 +1,8 @@
-"""dQ out of its float32 sums: scaled, rounded, and in order again. Where visits of key tiles are
-split, dK and dV out of what each split made, too.
+"""The epilogue of the backward: converts the float32 sums of dQ to rows, scaled and rounded. If the
+visits of key tiles are split, it also adds the splits of dK and dV.
 
-M query rows, N keys, D qk dim, E v dim.
+The kernel is `backward_epilogue`, launched by `launch/bind/hopper_backward.py` after the main
+kernel. M query rows, N keys, D qk dim, E v dim.
 """
 
 import triton
@@ -16,13 +17,13 @@ from heedful.kernels.hopper.backward.columns import part_columns, part_count, sh
 from heedful.kernels.hopper.backward.p_scale import p_descale
 from heedful.kernels.hopper.backward.prologue import accum_begin
 
-# Of a product, whose sums lie together.
+# Rows of one product, whose sums are contiguous.
 ROWS: tl.constexpr = tl.constexpr(64)
 
 
 @triton.jit
 def load_share(sums, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """A consumer's share of a query tile as (ROWS, COLS), from the order of its registers: columns
+    """A share of a query tile as (ROWS, COLS). In memory it is in the order of registers: columns
     by eight, warp, row of eight, columns by two, first or second eight rows, column."""
     flat = tl.load(sums + tl.arange(0, ROWS * COLS))
     parts = flat.reshape([COLS // 8, ROWS // 16, 8, 4, 2, 2])
@@ -41,8 +42,8 @@ def query_gradients(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """dq of BLOCK_M rows of a query head. Shares are halves of 128 rows, or parts of the columns of
-    64: two, of a power of two columns each."""
+    """Stores dq of BLOCK_M rows of a query head. The sums are two shares: halves of 128 rows, or
+    parts of the columns of 64 rows, each a power of two wide."""
     token, len_q, stored_q = sequence(b, seqs.cu_q, seqs.used_q, None, seqs.seqlen_q)
     if row0 >= stored_q:
         return
@@ -64,7 +65,7 @@ def query_gradients(
 
 @triton.jit
 def sum_of_splits(partial, splits, stride, COLS: tl.constexpr):
-    """One gradient of 64 keys, splits added in their order."""
+    """One gradient of 64 keys, with splits added in their order."""
     x_NC = load_share(partial, ROWS, COLS)
     for split in range(1, splits):
         x_NC += load_share(partial + split * stride, ROWS, COLS)
@@ -75,7 +76,8 @@ def sum_of_splits(partial, splits, stride, COLS: tl.constexpr):
 def store_sums(
     partial, splits, stride, x, row0, len_k, stored_k, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """One gradient of 64 keys; x: where the rows of their KV head begin, and a row's stride."""
+    """Stores one gradient of 64 keys. x: (address of the rows of their KV head, stride of a
+    row)."""
     used_N = (row0 + tl.arange(0, ROWS) < len_k)[:, None]
     FIRST: tl.constexpr = part_columns(BLOCK_D, 0)
     for part in tl.static_range(part_count(BLOCK_D)):
@@ -102,7 +104,7 @@ def key_gradients(
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """dk and dv of 64 keys of a KV head."""
+    """Stores dk and dv of 64 keys of a KV head."""
     token, len_k, stored_k = sequence(b, seqs.cu_k, seqs.used_k, None, seqs.seqlen_k)
     if row0 >= stored_k:
         return
@@ -132,18 +134,23 @@ def backward_epilogue(
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """dq (B, M, H, D), and of splits dk (B, N, G, D) and dv (B, N, G, E); zeros in rows past the
-    used length. Of each sequence a program for BLOCK_M rows of a query head, q_blocks of the
-    longest one, behind them one for 64 keys of a KV head, k_blocks. BLOCK_M, BLOCK_N: tiles that
-    sequences are rounded up to. D, E: columns of the results, of BLOCK_D, BLOCK_E in the sums."""
-    # Begun early (KernelCall.programmatic): sums are in memory from here on.
+    """Stores dq (B, M, H, D) and, if visits are split, dk (B, N, G, D) and dv (B, N, G, E). Rows
+    past the used length become zero.
+
+    The grid has, for each sequence, one program for BLOCK_M rows of a query head, q_blocks of the
+    longest sequence; then, with splits, one for 64 keys of a KV head, k_blocks. BLOCK_M, BLOCK_N:
+    tiles that sequences are rounded up to. D, E: columns of the results. BLOCK_D, BLOCK_E: columns
+    of the sums.
+    """
+    # The launch begins early (KernelCall.programmatic). From here on, the sums are in memory.
     cuda.gdc_wait()
     heads = sizes.heads_k * sizes.group
     of_queries = q_blocks * heads
     programs = of_queries
     if io.partials is not None:
         programs += k_blocks * sizes.heads_k
-    # From the last sums to the first: what was added last is in the L2.
+    # Programs go from the last sums to the first: the sums that were added last are in the L2
+    # cache.
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     b = wide(number // programs)
     pid = number % programs

@@ -1,10 +1,10 @@
-"""Sums of dQ on their way to float32 global memory, in the order in which registers hold them.
+"""Adds shares of dQ to float32 sums in global memory, in the order in which registers hold them.
 
-A share of a query tile's dQ is a product of 64 rows. Each thread stores four of its
-numbers at a time, 16 bytes beside those of its neighbours, and a warp of its own adds the whole as
-one block of memory (cp.reduce.async.bulk). So a block of dq_accum, one query tile of one head, lies
-in this order, from the outermost: share, four columns of two, warp, eight rows, four pairs of
-columns, first or second eight rows, two columns. epilogue.py puts it right.
+A share of a query tile's dQ is a product of 64 rows. Each thread stores four of its numbers at a
+time, 16 bytes, next to those of its neighbours. A separate warp adds the share to global memory as
+one block (cp.reduce.async.bulk). So a block of dq_accum, one query tile of one head, has this
+order, from the outermost: share, columns by eight, warp, row of eight, columns by two, first or
+second eight rows, column. epilogue.py converts it to rows.
 """
 
 from triton.experimental import gluon
@@ -16,21 +16,21 @@ from heedful.kernels.hopper.sm90.promotion import store_sums
 
 @gluon.jit
 def allocate_dq(SHARES: gl.constexpr, NUMBERS: gl.constexpr):
-    """Memory for every share of dQ."""
+    """Shared memory for the shares of dQ, NUMBERS numbers each."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([NUMBERS // 32, 32], gl.float32)
     return gl.allocate_shared_memory(gl.float32, [SHARES, NUMBERS // 32, 32], layout)
 
 
 @gluon.jit
 def put_dq(dq, place):
-    """Stores a share, visible to bulk copies once it is synchronised."""
+    """Stores a share in shared memory; bulk copies see it after the next barrier."""
     store_sums(place, dq)
     inline_asm("fence.proxy.async.shared::cta;", "~{memory}", [])
 
 
 @gluon.jit
 def add_block(address, place, NUMBERS: gl.constexpr):
-    """One thread adds a share to global memory."""
+    """Adds a share to global memory; one thread issues the bulk copy."""
     inline_asm(
         "{ .reg .pred first; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 first, t, 0;\n"
         "@first cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;\n"
@@ -48,7 +48,7 @@ def wait_until_read():
 
 @gluon.jit
 def wait_for_turn(turn, number):
-    """Waits until `number` blocks have been added where this warp's next one belongs."""
+    """Waits until `number` blocks have been added where this warp's next block goes."""
     inline_asm(
         "{ .reg .pred done; .reg .b32 t;\n"
         "AGAIN: ld.acquire.gpu.global.b32 t, [$0]; setp.ge.s32 done, t, $1;\n"
@@ -60,7 +60,7 @@ def wait_for_turn(turn, number):
 
 @gluon.jit
 def end_turn(turn):
-    """Waits until this thread's blocks have been added, and lets the next one be."""
+    """Waits until this thread's blocks have been added, and lets the next block be added."""
     inline_asm(
         "{ .reg .pred first; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 first, t, 0;\n"
         "cp.async.bulk.wait_group 0; fence.proxy.async;\n"
@@ -72,7 +72,8 @@ def end_turn(turn):
 
 @gluon.constexpr_function
 def _each_four(operation, inputs):
-    """Assembly: does this to four numbers at a time and this thread's column in global memory."""
+    """Assembly: applies `operation` to four numbers at a time and this thread's column in global
+    memory."""
     values, place = inputs[0], inputs[1][0]
     lines = ["{ .reg .b32 t; .reg .b64 a; mov.u32 t, %tid.x; and.b32 t, t, 127; shl.b32 t, t, 4;"]
     lines.append(f"cvt.u64.u32 a, t; add.u64 a, a, {place};")

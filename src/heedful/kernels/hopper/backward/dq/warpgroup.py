@@ -1,5 +1,6 @@
-"""The warpgroup of the Hopper backward that makes dQ of every visit, from dS of both consumers. So
-these never wait for each other, and one makes exponentials while the other has the matrix unit.
+"""The warpgroup of the backward that computes dQ of every visit, from the dS of both consumers. So
+the consumers never wait for each other, and one computes exponentials while the other uses the
+matrix unit.
 
 M query rows, N keys (64), D qk dim.
 """
@@ -29,7 +30,7 @@ from heedful.kernels.hopper.sm90.tile_scheduler import SCHEDULER_STAGES, TileSch
 
 @gluon.jit
 def make_dq(shared, ds_state, k_stage, params, SHARE: gl.constexpr):
-    """A share of dQ."""
+    """A share of a visit's dQ."""
     M: gl.constexpr = params.tile.BLOCK_M
     D: gl.constexpr = params.tile.D
     COLS: gl.constexpr = share_columns(D, M, SHARE)
@@ -49,7 +50,7 @@ def make_dq(shared, ds_state, k_stage, params, SHARE: gl.constexpr):
 
 @gluon.jit
 def send_dq(shared, dq, visit, params, SHARE: gl.constexpr):
-    """Hands a share of dQ to the warp that adds it."""
+    """Passes a share of dQ to the warp that adds it."""
     ADDERS: gl.constexpr = adders(params)
     barrier.wait(shared.dq_empty.index(SHARE), (visit & 1) ^ 1)
     put_dq(dq, shared.dq.index(SHARE))
@@ -58,7 +59,7 @@ def send_dq(shared, dq, visit, params, SHARE: gl.constexpr):
 
 @gluon.jit
 def visit_dq(shared, visit, k_stage, params):
-    """dQ of one visit, and its dS given back."""
+    """Computes dQ of one visit, and releases its dS."""
     ds_state = stage_of(visit, params.tile.DS_STAGES)
     barrier.wait(shared.ds_full.index(ds_state.index), ds_state.phase)
     for share in gl.static_range(SHARES):
@@ -72,7 +73,7 @@ def visit_dq(shared, visit, k_stage, params):
 def backward_dq(
     io: HopperBackwardIO, shared, scheduler: TileScheduler, params: HopperBackwardParams
 ):
-    """dQ of every visit of every work tile."""
+    """Computes dQ of every visit of every work tile."""
     visit = gl.to_tensor(0)
     kv_count = gl.to_tensor(0)
     scheduler_state = PipelineState.start(SCHEDULER_STAGES)
