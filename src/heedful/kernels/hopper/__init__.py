@@ -1,1 +1,1 @@
-"""Gluon kernels for NVIDIA Hopper (sm_90): TMA, WGMMA, one warpgroup per role."""
+"""Gluon kernels for NVIDIA Hopper (sm_90): TMA, WGMMA, and warps that each have one role."""

@@ -1,2 +1,2 @@
-"""Few queries over a cache of 16 bits. May import `hopper.sm90`, `portable.cache`
-and `split_kv`."""
+"""Attention of few queries over a cache in 16 bits. May import `hopper.sm90`, `portable.cache` and
+`split_kv`."""

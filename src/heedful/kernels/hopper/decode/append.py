@@ -1,8 +1,9 @@
-"""New rows of a decode (split_kv/append.py): the warp that loads them writes them first.
+"""Appends new rows in the Hopper decode (split_kv/append.py): the warp that loads keys writes new
+ones first.
 
-Tensor memory accesses are a proxy of their own: they see what threads wrote behind a fence alone.
+TMA loads go through another proxy than the stores of threads, and see them only after a fence.
 
-N: one row; D columns.
+N: one row. D columns.
 """
 
 from triton.experimental import gluon
@@ -16,18 +17,18 @@ from heedful.kernels.split_kv.work import visit_of
 
 @gluon.jit
 def rows_of_segment(segment, params, append):
-    """The new rows that are a segment's, in 32 bits."""
+    """The new rows that belong to a segment, in 32 bits."""
     new = new_rows(segment, append.io.cache_seqlens + segment.b, params)
     first, stop = new.first.to(gl.int32), new.stop.to(gl.int32)
-    # A negative length is that of no sequence.
+    # A negative length stands for an entry without a sequence.
     stop = gl.where(new.start >= 0, stop, first)
     return NewRows(first, stop, new.start, new.low, new.high)
 
 
 @gluon.jit
 def first_visit(new, segment, start, stop, params):
-    """The first of visits [start, stop) whose keys may be new rows, or the last; `stop` if there
-    are no visits, or no new rows."""
+    """The first of visits [start, stop) whose keys may include new rows, or the last visit; `stop`
+    if there are no visits or no new rows."""
     row = gl.maximum(new.start + new.first - segment.seq.token_k, 0).to(gl.int32)
     visit = visit_of(row // params.tile.BLOCK_N, segment.span)
     visit = gl.maximum(gl.minimum(visit, stop - 1), start)
@@ -48,15 +49,15 @@ def write_row(
     BLOCK: gl.constexpr,
     ROTATES: gl.constexpr,
 ):
-    """Copies a row of a segment's sequence and KV head from `new` to offset at_N of x, rotated or
-    not."""
+    """Copies a row of a segment's sequence and KV head from `new` to offset at_N of x. ROTATES:
+    with rotary positions place_N."""
     layout: gl.constexpr = at_N.type.layout.parent
     dims_D = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, layout))
     ok_ND = ok_N[:, None] & (dims_D < DIM)[None, :]
     base = new.ptr + segment.b.to(gl.int64) * new.stride_b + segment.g.to(gl.int64) * new.stride_h
     row_N = base + row.to(gl.int64) * new.stride_n + 0 * at_N
     if ROTATES:
-        # In their own type, as if they had been rotated before.
+        # Rotated rows are rounded to their own dtype, as if they had been rotated before the call.
         x_ND = rotated(row_N, dims_D, ok_ND, place_N, rotary).to(new.ptr.dtype.element_ty)
     else:
         x_ND = gl.load(row_N[:, None] + dims_D[None, :], mask=ok_ND, other=0.0)
@@ -66,7 +67,7 @@ def write_row(
 
 @gluon.jit
 def append_rows(new, segment, params, append):
-    """Writes new rows [first, stop) into the cache, one by one, for loads by TMA that follow."""
+    """Writes new rows [first, stop) into the cache, one by one, for the TMA loads that follow."""
     COLUMNS: gl.constexpr = max(params.tile.BLOCK_D, params.tile.BLOCK_E)
     LANES: gl.constexpr = min(COLUMNS // 4, 32)
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [1, 1], [1, 0])
@@ -92,5 +93,6 @@ def append_rows(new, segment, params, append):
         E: gl.constexpr = params.tile.BLOCK_E
         DIM_V: gl.constexpr = params.tile.HEAD_DIM_V
         write_row(io.v_new, io.v, row, at_N, ok_N, place_N, append.rotary, segment, DIM_V, E, False)
-    # Of each thread's own stores; then for the one that starts the loads.
+    # The fence covers each thread's own stores; the barrier is for the thread that issues the
+    # loads.
     inline_asm("fence.proxy.async.global; bar.warp.sync 0xffffffff;", "r,~{memory}", [new.first])

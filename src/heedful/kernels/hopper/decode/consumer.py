@@ -1,6 +1,6 @@
-"""The consumer of the Hopper decode: a warpgroup that has scores, softmax and the output of all
-rows of a tile. Rows that no query has are idle: products wait for memory, and not the other way
-round.
+"""The consumer warpgroup of the Hopper decode: it computes scores, softmax and output of all rows
+of a tile. A product always has 64 rows. Rows without a query are idle, which costs nothing, because
+the products wait for memory.
 
 M query rows, N keys of a tile, D qk dim, E v dim, L lanes that share a row.
 """
@@ -31,21 +31,21 @@ from heedful.kernels.split_kv.work import block_of
 
 @gluon.constexpr_function
 def query_rows(rows):
-    """Rows of queries that are loaded, of a tile whose rows are within so many: what a warp has of
-    a product at least. The others stay zeros."""
+    """Rows of queries that are loaded, for a tile of at most `rows` rows: at least the 16 rows that
+    a warp has in a product. The other rows stay zero."""
     return max(rows, 16)
 
 
 @gluon.constexpr_function
 def query_layout(columns):
-    """That of queries on their way."""
+    """The register layout of queries while they are loaded."""
     lanes = min(columns // 8, 32)
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
 @gluon.jit
 def clear_queries(q, params):
-    """Zeros, once, where no queries will be."""
+    """Stores zeros once, in rows that get no queries."""
     if query_rows(params.tile.ROWS) < ROWS:
         D: gl.constexpr = params.tile.BLOCK_D
         q.store(gl.zeros([ROWS, D], q.dtype, query_layout(D)))
@@ -53,8 +53,8 @@ def clear_queries(q, params):
 
 @gluon.jit
 def load_query_rows(io, q, params, segment, append):
-    """The queries of a segment in shared memory, rotated if there are tables; zeros past the rows
-    in use and the last column."""
+    """Loads the queries of a segment to shared memory, rotated if there are rotary tables. Rows
+    that are not in use and columns past the last one become zero."""
     D: gl.constexpr = params.tile.BLOCK_D
     M: gl.constexpr = query_rows(params.tile.ROWS)
     layout: gl.constexpr = query_layout(D)
@@ -70,9 +70,9 @@ def load_query_rows(io, q, params, segment, append):
         q_MD = gl.load(row_M[:, None] + dims_D[None, :], mask=ok_MD, other=0.0)
     else:
         place_M = gl.load(append.io.cache_seqlens + segment.b) + append.advance * pos_M
-        # In their own type, as if they had been rotated before.
+        # Rotated rows are rounded to their own dtype, as if they had been rotated before the call.
         q_MD = rotated(row_M, dims_D, ok_MD, place_M, append.rotary).to(q.dtype)
-    # All warps' products with those of the segment before are done.
+    # All warps have finished their products with the queries of the segment before.
     gl.barrier()
     q.slice(0, M).store(q_MD)
     fence_async_shared()
@@ -89,7 +89,7 @@ def queue_tile_scores(q, k, state, N: gl.constexpr):
 
 @gluon.jit
 def stream_keys(q, k, v, segment, state, params):
-    """(outputs, references, sums [M, L], the rings behind) of a segment."""
+    """(outputs, references, sums [M, L], next pipeline state) of a segment."""
     N: gl.constexpr = params.tile.BLOCK_N
     E: gl.constexpr = params.tile.BLOCK_E
     dtype: gl.constexpr = q.dtype
@@ -131,9 +131,9 @@ def stream_keys(q, k, v, segment, state, params):
 
 @gluon.jit
 def decode_consumer(io, q, k, v, share, empty, params, append):
-    """The rows of all segments of a program."""
+    """Computes the rows of all segments of this program."""
     if params.seqs.cu_q is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
-        # Beside another kernel that has the long sequences, that clears.
+        # If another kernel handles the long sequences, that kernel clears uncovered rows.
         if params.work.short_q is None:
             store_gaps(io, params)
     if params.work.SKIPS_EMPTY:  # noqa: SIM102  (known when compiling, and `and` is not)

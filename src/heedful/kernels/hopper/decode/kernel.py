@@ -1,9 +1,10 @@
-"""Attention of few queries over a cache of 16 bits: one warp that loads keys and values by TMA, far
-ahead of a warpgroup that multiplies.
+"""The Hopper decode: attention of few queries over a cache in 16 bits.
 
-Programs share the keys as those of the portable decode do, see split_kv/work.py. The
-producer goes on with a program's next sequence while the consumer is still at this one, so that
-memory has no pause between sequences.
+The kernel is `decode`, launched by `launch/bind/hopper_decode.py`. A program has one producer warp,
+which loads keys and values by TMA, far ahead of one consumer warpgroup. Programs share the keys of
+the call as those of the portable decode do, see split_kv/work.py. The producer goes on to a
+program's next sequence while the consumer still computes this one, so memory has no pause between
+sequences.
 """
 
 from triton.experimental import gluon
@@ -25,7 +26,7 @@ from heedful.kernels.hopper.sm90.pipeline import Pipeline
 
 @gluon.jit
 def ring_of(desc, params, DIM: gl.constexpr):
-    """Tiles of keys or values, of one box each or, in pages, of several."""
+    """The ring of keys or values. A tile is one box or, in pages, several."""
     STAGES: gl.constexpr = params.tile.STAGES
     if params.kv.table is None:
         return Pipeline.allocate(desc, STAGES, 1)
@@ -35,9 +36,10 @@ def ring_of(desc, params, DIM: gl.constexpr):
 
 @gluon.jit
 def decode(io: HopperDecodeIO, params: HopperDecodeParams, append: HopperDecodeAppend):
-    """out (B, M, H, E) and lse (B, H, M). append: what goes into the cache first, if anything."""
+    """Stores out (B, M, H, E) and lse (B, H, M). append: new rows for the cache, or an absent
+    group."""
     if params.work.short_q is not None:
-        # The kernel that has the long sequences takes the place of programs that have ended.
+        # The kernel of the long sequences starts on the SMs of programs that have ended.
         cuda.gdc_launch_dependents()
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
     D: gl.constexpr = params.tile.BLOCK_D

@@ -1,4 +1,4 @@
-"""Where the keys of a segment of a decode lie, for the warp that loads them by TMA."""
+"""Where the keys of a segment lie, for the warp that loads them by TMA."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,8 @@ from heedful.kernels.common.sequences import within
 
 
 class SegmentKeys(NamedTuple):
-    """Where a segment's keys lie, as loads ask for it (sm90/sequences.py)."""
+    """Where a segment's keys lie. It has the fields of a `WorkTile` that loads read
+    (sm90/sequences.py)."""
 
     batch: Any
     kv_batch: Any
@@ -19,7 +20,7 @@ class SegmentKeys(NamedTuple):
 
 @gluon.jit
 def keys_of_segment(params, segment):
-    """The keys of a segment's sequence."""
+    """The `SegmentKeys` of a segment's sequence."""
     entry = segment.b
     if params.kv.batch_idx is not None:
         entry = within(gl.load(params.kv.batch_idx + entry), 0, params.kv.entries - 1)

@@ -1,4 +1,4 @@
-"""Masking scores of a decode, whose rows are the query heads of a KV head at each position.
+"""Masks the scores of a decode, whose rows are the query heads of a KV head at each position.
 
 M query rows, N keys.
 """
@@ -12,8 +12,8 @@ from heedful.kernels.hopper.sm90.mma import ROWS
 
 @gluon.jit
 def masked(s_MN, params, segment, bounds, col):
-    """Scores of keys from `col` on, with those that a row does not see at -inf. bounds: of the
-    tile's rows, see common/key_range.py."""
+    """Scores of keys from `col` on, with those that a row does not see at -inf. bounds: `KeyBounds`
+    of the tile's rows, see common/key_range.py."""
     N: gl.constexpr = s_MN.shape[1]
     layout: gl.constexpr = gl.SliceLayout(1, s_MN.type.layout)
     group = params.shape.heads_q // params.shape.heads_k
@@ -27,7 +27,7 @@ def masked(s_MN, params, segment, bounds, col):
         if col < bounds.start_last:
             pos_M = (segment.row0 + gl.arange(0, ROWS, layout=layout)) // group
             start_M = pos_M + (segment.seq.off - params.mask.left)
-            # Leading keys stay visible: up to there nothing is outside.
+            # Leading keys stay visible, so both tests must fail for a key to be masked.
             key_N = col + gl.arange(0, N, layout=gl.SliceLayout(0, s_MN.type.layout))
             seen_MN = (key_N[None, :] >= start_M[:, None]) | (key_N < params.mask.first)[None, :]
             s_MN = gl.where(seen_MN, s_MN, float("-inf"))

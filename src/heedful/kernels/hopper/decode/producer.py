@@ -1,4 +1,4 @@
-"""The warp of the Hopper decode that loads keys and values, and appends new ones first."""
+"""The producer warp of the Hopper decode: it loads keys and values, and appends new ones first."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,14 +20,14 @@ def pages_at(io, params, keys, col):
         ROWS_OF_BOX: gl.constexpr = io.k.block_type.shape[3]
         table = params.kv.table + keys.batch.to(gl.int64) * params.kv.stride_tableb
         DOWN: gl.constexpr = params.tile.BLOCK_N // ROWS_OF_BOX
-        # Other sequences without keys are no work tiles.
+        # Otherwise, sequences without keys have no work tiles.
         PACKED: gl.constexpr = params.seqs.cu_q is not None
         return page_numbers(table, params, keys.seq.len_k, col, ROWS_OF_BOX, DOWN, PACKED)
 
 
 @gluon.jit
 def load_tile(ring, desc, params, keys, rows_each, col, pages, state):
-    """Waits until there is room and starts filling it with keys or values from `col` on."""
+    """Waits for an empty stage and starts filling it with keys or values from `col` on."""
     if params.kv.table is None:
         ring.load(desc, keys_at(params, keys, rows_each, col), state)
     else:
@@ -52,7 +52,7 @@ def load_segment(io, k, v, segment, state, params, append):
         if append.io.cache_seqlens is not None:  # noqa: SIM102  (known when compiling)
             if visit == new_visit:
                 append_rows(new, segment, params, append)
-        # Page numbers of the next tile are under way while there is no room.
+        # The page numbers of the next tile are loaded while this warp waits for a stage.
         next_col = block_of(visit + 1, segment.span, params.mask) * params.tile.BLOCK_N
         next_pages = pages_at(io, params, keys, next_col)
         load_tile(k, io.k, params, keys, params.kv_rows.k_rows, col, pages, state)
@@ -65,7 +65,7 @@ def load_segment(io, k, v, segment, state, params, append):
 
 @gluon.jit
 def decode_producer(io, k, v, share, params, append):
-    """Loads the keys and values of all segments of a program."""
+    """Loads the keys and values of all segments of this program."""
     state = PipelineState.start(params.tile.STAGES)
     while share.x < share.end:
         segment, share = look(share, params)

@@ -1,8 +1,9 @@
-"""How the results of a segment of a decode leave (split_kv/results.py): whole ones at once, partial
-ones to scratch, from where the last to finish a segment merges them, or all who have one, each some
-rows.
+"""Stores the results of a segment in the Hopper and MLA decodes (split_kv/results.py). Results of a
+whole work tile are stored at once. Partial ones go to scratch memory. There, either the program
+that finishes the last segment merges them, or each program with a segment merges some of the rows
+(MERGE).
 
-Each consumer has its columns of the output to itself: slots, counts and merges of its own.
+Each consumer has its own columns of the output, and so its own slots, counts and merges.
 
 M query rows, P segments, E value columns of a consumer.
 """
@@ -26,9 +27,8 @@ from heedful.kernels.split_kv.results import (
 
 @gluon.jit
 def store_whole(io, params, segment, row, x_ME, m_M, l_M, FIRST: gl.constexpr):
-    """Writes columns from FIRST on of rows from `row` on, whose maxima are in base 2, with the
-    sink, and beside the first column the log-sum-exp. Rows that are stored but not used are 0 and
-    -inf."""
+    """Stores columns from FIRST on of rows from `row` on, with the sink, and beside column 0 the
+    log-sum-exp. Maxima are in base 2. Rows that are stored but not in use get 0 and -inf."""
     layout: gl.constexpr = x_ME.type.layout
     group = params.shape.heads_q // params.shape.heads_k
     rows_M = row + gl.arange(0, x_ME.shape[0], layout=gl.SliceLayout(1, layout))
@@ -52,7 +52,7 @@ def store_whole(io, params, segment, row, x_ME, m_M, l_M, FIRST: gl.constexpr):
 
 @gluon.jit
 def store_columns(io, params, segment, row, acc, m_M, l_M, FIRST: gl.constexpr):
-    """Writes a consumer's columns, from FIRST on."""
+    """Stores a consumer's columns, from FIRST on."""
     for which in gl.static_range(len(acc)):
         store_whole(
             io, params, segment, row, acc[which], m_M, l_M, FIRST + which * acc[which].shape[1]
@@ -61,15 +61,15 @@ def store_columns(io, params, segment, row, acc, m_M, l_M, FIRST: gl.constexpr):
 
 @gluon.constexpr_function
 def empty_layout(columns):
-    """That of rows that get no results of products, four columns of a thread."""
+    """The register layout of rows that do not come from a product: a thread has four columns."""
     lanes = min(columns // 4, 32)
     return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
 @gluon.jit
 def store_gaps(io, params):
-    """Writes out and lse of packed tokens before the first sequence and behind the last, each
-    program a share."""
+    """Clears out and lse of packed tokens before the first sequence and after the last one.
+    Programs divide these among them."""
     E: gl.constexpr = params.tile.BLOCK_E
     layout: gl.constexpr = empty_layout(E)
     own_M = gl.arange(0, GAP_ROWS, layout=gl.SliceLayout(1, layout))
@@ -84,8 +84,8 @@ def store_gaps(io, params):
 
 @gluon.jit
 def store_empty(io, params):
-    """Writes out and lse of sequences without keys: of a KV head its programs' share of all rows,
-    in tiles that lie across sequences."""
+    """Stores out and lse of sequences without keys. The rows of all sequences are cut into tiles,
+    which the programs of a KV head divide among them."""
     E: gl.constexpr = params.tile.BLOCK_E
     layout: gl.constexpr = empty_layout(E)
     heads = params.shape.heads_k
@@ -113,8 +113,8 @@ def slot_row(params, slot, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def rows_of_tile(params, segment):
-    """Rows of a work tile that scratch is used for: those that the segment's sequence has where
-    packed ones may have few, else all."""
+    """Rows of a work tile for which scratch is used: the rows of the segment's sequence if queries
+    are packed, since it may have few; else all."""
     ROWS_OF: gl.constexpr = params.tile.ROWS
     if params.seqs.cu_q is None:
         return ROWS_OF
@@ -125,7 +125,7 @@ def rows_of_tile(params, segment):
 
 @gluon.jit
 def store_partial(params, segment, acc, m_M, l_M, CONSUMER: gl.constexpr):
-    """Writes a segment's own normalised results, and the maximum and sum of its rows."""
+    """Stores a segment's normalised results, and the maximum and sum of its rows."""
     E: gl.constexpr = params.tile.BLOCK_E
     layout: gl.constexpr = acc[0].type.layout
     rows_M = opaque(0) + gl.arange(0, acc[0].shape[0], layout=gl.SliceLayout(1, layout))
@@ -144,8 +144,8 @@ def store_partial(params, segment, acc, m_M, l_M, CONSUMER: gl.constexpr):
 
 @gluon.constexpr_function
 def merge_layout(rows, columns):
-    """That of (segments, rows, columns), four columns of a thread: warps have rows of their own,
-    then columns, then segments."""
+    """The register layout of (segments, rows, columns). A thread has four columns; warps are spread
+    over rows, then columns, then segments."""
     lanes = min(columns // 4, 32)
     of_rows = min(rows, 4)
     of_columns = min(4 // of_rows, max(columns // 128, 1))
@@ -157,11 +157,12 @@ def merge_layout(rows, columns):
 
 @gluon.jit
 def load_pairs(params, row_PM, exists_P1):
-    """(maximum, sum) of rows in scratch; -inf and 0 of segments that do not exist."""
+    """(maximum, sum) of rows in scratch; -inf and 0 for segments that do not exist."""
     if params.seqs.cu_q is None:
         return load_sums(params.work.merge.partial_sums + 2 * row_PM, exists_P1)
     else:
-        # ptxas: one load of both, or kernels of packed queries spill; other kernels spill with it.
+        # ptxas: one load for both. Without it, kernels of packed queries spill; with it, the others
+        # do.
         both = params.work.merge.partial_sums.to(gl.pointer_type(gl.int64)) + row_PM
         pair_PM = gl.load(both, mask=exists_P1, other=0xFF800000, cache_modifier=".cg")
         top_PM = pair_PM.to(gl.int32).to(gl.float32, bitcast=True)
@@ -170,8 +171,8 @@ def load_pairs(params, row_PM, exists_P1):
 
 @gluon.jit
 def merged(params, segment, row, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.constexpr):
-    """(outputs, maximum in base 2, sum) of all segments of M rows from `row` on, in their order,
-    P at a time."""
+    """(outputs, maximum in base 2, sum) of M rows from `row` on, over all segments in order, P at a
+    time."""
     E: gl.constexpr = params.tile.BLOCK_E
     layout: gl.constexpr = merge_layout(M, E)
     of_rows: gl.constexpr = gl.SliceLayout(2, layout)
@@ -209,7 +210,7 @@ def merged(params, segment, row, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.
 
 @gluon.jit
 def wait_for_partials(counter, count):
-    """Waits until so many segments of a work tile are in scratch."""
+    """Waits until `count` segments of a work tile are in scratch."""
     inline_asm(
         "{ .reg .pred early; .reg .b32 n;\n"
         "AGAIN: ld.acquire.gpu.global.b32 n, [$0]; setp.lt.s32 early, n, $1;\n"
@@ -221,7 +222,7 @@ def wait_for_partials(counter, count):
 
 @gluon.jit
 def count_to_zero(counter, last):
-    """Counts one more, by a thread of a warpgroup, or after `last` begins at 0 again."""
+    """One thread of a warpgroup adds 1 to the counter, or sets it to 0 if it is `last`."""
     inline_asm(
         "{ .reg .pred first; .reg .b32 n; mov.b32 n, %tid.x; and.b32 n, n, 127;\n"
         "setp.eq.b32 first, n, 0; @first red.relaxed.gpu.global.inc.u32 [$0], $1; }",
@@ -232,8 +233,8 @@ def count_to_zero(counter, last):
 
 @gluon.jit
 def merge_rows(io, params, segment, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.constexpr):
-    """Merges M rows of a work tile, and of every so many as it has segments, from the number of
-    this segment on."""
+    """Merges some rows of a work tile. Programs with a segment take M rows at a time in turn,
+    beginning with the first segment's program."""
     partials = segment.partials
     number = (partials.slot - partials.rest) // partials.step
     number = gl.where(partials.slot == partials.first, 0, number)
@@ -246,8 +247,8 @@ def merge_rows(io, params, segment, M: gl.constexpr, P: gl.constexpr, CONSUMER: 
 
 @gluon.jit
 def merge_share(io, params, share, CONSUMER: gl.constexpr):
-    """Merges some rows of each work tile that this share has a segment of. All own segments are in
-    scratch, or programs would wait for each other in a row."""
+    """Merges some rows of each work tile of which this share has a segment. All segments of this
+    share must be in scratch before: otherwise programs would wait for each other in a chain."""
     ROWS_OF: gl.constexpr = params.tile.ROWS
     while share.x < share.end:
         segment, share = look(share, params)
@@ -255,10 +256,10 @@ def merge_share(io, params, share, CONSUMER: gl.constexpr):
             count = segment.partials.count
             counter = counter_of(params, segment, CONSUMER)
             wait_for_partials(counter, count)
-            # All threads have seen it before it goes on.
+            # All threads have seen the count before it changes.
             gl.barrier()
             count_to_zero(counter, 2 * count - 1)
-            # 128 values of a thread on their way at most, of few segments or of few rows.
+            # A thread loads at most 128 values at a time: of few segments, or of few rows.
             FEW: gl.constexpr = 1 if ROWS_OF <= 4 else 2
             if ROWS_OF > 16:
                 if count <= 8:
@@ -271,7 +272,7 @@ def merge_share(io, params, share, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def counter_of(params, segment, CONSUMER: gl.constexpr):
-    """Where the segments of a work tile are counted."""
+    """The address of the count of a work tile's segments."""
     CONSUMERS: gl.constexpr = consumers_of(params.tile)
     return params.work.merge.counts + CONSUMERS * segment.partials.tile + CONSUMER
 
@@ -291,8 +292,9 @@ def merge_tile(
 def finish_segment(
     io, params, segment, acc, m_M, l_M, CONSUMER: gl.constexpr, FEW: gl.constexpr = 16
 ):
-    """What becomes of a consumer's results of a segment. FEW: rows that some work tiles are within,
-    more segments of which are merged at once."""
+    """Stores a consumer's results of a segment; if it is the last of its work tile to finish,
+    merges all of them, unless MERGE. FEW: work tiles of at most so many rows merge more segments at
+    once."""
     FIRST: gl.constexpr = CONSUMER * params.tile.BLOCK_E
     row0 = opaque(segment.row0)
     if params.work.merge.partial_out is None:  # noqa: SIM114  (known when compiling, and `or` is not)
@@ -301,14 +303,14 @@ def finish_segment(
         store_columns(io, params, segment, row0, acc, m_M, l_M, FIRST)
     else:
         store_partial(params, segment, acc, m_M, l_M, CONSUMER)
-        # All threads' results, before the count says that they are there.
+        # All threads have stored their results before the count says so.
         gl.barrier()
         counter = counter_of(params, segment, CONSUMER)
         done = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
         if not params.tile.MERGE:  # noqa: SIM102  (known when compiling, and `and` is not)
             if done == segment.partials.count - 1:
                 gl.barrier()
-                # For the next launch: nobody else comes by any more.
+                # The count is 0 again for the next launch: no other program uses it any more.
                 gl.store(counter, 0)
                 M: gl.constexpr = min(params.tile.ROWS, 16)
                 P: gl.constexpr = params.work.merge.PARTS
@@ -319,7 +321,8 @@ def finish_segment(
                     else:
                         merge_tile(io, params, segment, row0, rows, M, P, CONSUMER)
                 else:
-                    # ptxas: spelled out, for by a call MLA's kernels get other machine code.
+                    # ptxas: this loop is written out. As a call, it changes the machine code of the
+                    # MLA kernels.
                     for row in range(0, rows_of_tile(params, segment), M):
                         out, top_M, sum_M = merged(params, segment, row, M, P, CONSUMER)
                         store_whole(io, params, segment, row0 + row, out, top_M, sum_M, FIRST)

@@ -1,5 +1,5 @@
-"""Which keys a program of a Hopper decode has, as each of its roles finds out by itself: all walk
-the same share of a line, segment by segment (split_kv/walk.py)."""
+"""Walks over the share of a program in the Hopper and MLA decodes. Each role of a program walks
+over the same share by itself, segment by segment (split_kv/walk.py)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,9 +11,9 @@ from heedful.kernels.split_kv.work import sequence_length, tile_at
 
 @gluon.jit
 def own_share(params):
-    """(a program's share, how many sequences have no keys), ahead of all roles."""
+    """(this program's share, how many sequences have no keys), computed before the roles begin."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    # Each warp looks at all, so that none waits for another, unless they are too many.
+    # Each warp looks at all sequences, so that none waits for another, unless there are too many.
     EACH: gl.constexpr = min(params.work.LOOKS // 32, 4)
     layout: gl.constexpr = gl.BlockedLayout([EACH], [32], [4], [0])
     lines = line_of(params).lines
@@ -25,8 +25,8 @@ def own_share(params):
 
 @gluon.jit
 def look(share, params):
-    """(the segment where the share is, the share behind it). The portable decode branches
-    over sequences instead; one form for both changes the machine code of one."""
+    """(the segment at the share's position, the share after it). The portable decode branches over
+    sequences instead; one form for both would change the machine code of one of them."""
     line = line_of(params)
     row_tile, begin = line.number // params.shape.heads_k, share.base
     seq = seqlens_of(share.b, params.seqs, params.mask)

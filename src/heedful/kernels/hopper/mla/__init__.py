@@ -1,2 +1,2 @@
-"""Few queries over latent vectors: `kernel` and `swap_ab`. May import `hopper.sm90` and
-`hopper.decode`."""
+"""Attention of few queries over latent vectors (MLA): `kernel` and `swap_ab`. May import
+`hopper.sm90` and `hopper.decode`."""

@@ -1,14 +1,15 @@
-"""The consumers of the MLA decode: each has one of a step's two blocks of keys, of which it makes
-probabilities, and 256 of the 512 columns of the output, to which it adds both blocks' values.
+"""The two consumers of the MLA decode. A step has two blocks of 64 keys. Each consumer computes the
+probabilities of one block, and adds the values of both blocks to its 256 of the output's 512
+columns.
 
     consumer 0   S0          softmax 0   P0 V0 left               P1 V1 left
     consumer 1         S1                P0 V0 right  softmax 1   P1 V1 right
     matrix unit  S0    S1                P0 V0                    P1 V1
 
-So the first block's keys are given back while the second block's are still in use, and are
-there again when that is done. References of rows go from block to block with the probabilities.
+So the first block's keys are released while the second block's are still in use, and are loaded
+again when those are done. References of rows pass from block to block with the probabilities.
 
-kept: boxes of queries that stay in registers over a segment.
+Arguments named kept are boxes of queries that stay in registers over a segment.
 
 M query rows, N keys of a block, E value columns of a consumer, L lanes that share a row.
 """
@@ -40,14 +41,15 @@ from heedful.kernels.hopper.sm90.softmax import (
     vote_above,
 )
 
-# Named barriers: the first block's scores are queued, the second's product of its own block.
+# Named barriers: the first block's scores are queued; the second consumer's product of its own
+# block is queued.
 TURN_BARRIER: gl.constexpr = FIRST_NAMED
 ORDER_BARRIER: gl.constexpr = gl.constexpr(FIRST_NAMED.value + 1)
 
 
 @gluon.jit
 def load_query_half(io, shared, params, segment, segments, CONSUMER: gl.constexpr):
-    """The queries of a segment in shared memory, of which each consumer loads a part."""
+    """Loads the queries of a segment to shared memory. Each consumer loads a part of them."""
     phase = segments & 1
     q_ME = load_columns(io, params, segment, CONSUMER * HALF, HALF)
     barrier.wait(shared.q_empty.index(0), phase ^ 1)
@@ -62,7 +64,8 @@ def load_query_half(io, shared, params, segment, segments, CONSUMER: gl.constexp
 
 @gluon.jit
 def queue_box(shared, kept, phase, zero, s_MN, BLOCK: gl.constexpr, TURN: gl.constexpr):
-    """Starts what a box of keys adds to its block's scores, once it is there."""
+    """Starts adding the product with one box of keys to its block's scores, once the box is
+    loaded."""
     BOX: gl.constexpr = box_in_turn(BLOCK, TURN)
     barrier.wait(shared.full(BLOCK, BOX), phase)
     k_DN = shared.k_box(BLOCK, BOX, zero).permute((1, 0))
@@ -75,6 +78,7 @@ def queue_box(shared, kept, phase, zero, s_MN, BLOCK: gl.constexpr, TURN: gl.con
 
 @gluon.jit
 def no_scores(dtype: gl.constexpr):
+    """Scores of a block, all 0."""
     return gl.zeros([ROWS, KEYS], gl.float32, scores_layout(dtype, KEYS))
 
 
@@ -82,7 +86,7 @@ def no_scores(dtype: gl.constexpr):
 def queue_boxes(
     shared, kept, phase, zero, s_MN, BLOCK: gl.constexpr, FIRST: gl.constexpr, END: gl.constexpr
 ):
-    """Starts q k^T of a block's boxes [FIRST, END) in turn."""
+    """Starts q k^T of a block's boxes [FIRST, END), in the order of `box_in_turn`."""
     for turn in gl.static_range(FIRST, END):
         s_MN = queue_box(shared, kept, phase, zero, s_MN, BLOCK, turn)
     return s_MN
@@ -96,8 +100,8 @@ def queue_block_scores(shared, kept, phase, zero, BLOCK: gl.constexpr):
 
 @gluon.jit
 def follow(acc_ME, m_M, l_ML, top):
-    """Output, references and sums of a consumer once it has taken the references of the other's
-    block, which are never lower."""
+    """(output, references, sums) of a consumer, after it has taken the references of the other
+    consumer's block, which are never lower."""
     top_M = top.load(m_M.type.layout)
     must_rescale = vote_above(top_M - m_M, 0)
     if must_rescale != 0:
@@ -110,7 +114,7 @@ def follow(acc_ME, m_M, l_ML, top):
 
 @gluon.jit
 def publish(shared, p_MN, m_M, BLOCK: gl.constexpr):
-    """A block's probabilities and references for the other consumer."""
+    """Stores a block's probabilities and references for the other consumer."""
     shared.probabilities(BLOCK).store(p_MN)
     shared.top.index(BLOCK).store(m_M)
     fence_async_shared()
@@ -119,7 +123,7 @@ def publish(shared, p_MN, m_M, BLOCK: gl.constexpr):
 
 @gluon.jit
 def queue_values(shared, zero, p, acc_ME, BLOCK: gl.constexpr, CONSUMER: gl.constexpr):
-    """Starts adding p times a consumer's half of a block."""
+    """Starts adding p times a consumer's half of a block's values."""
     return warpgroup_mma(p, shared.half(BLOCK, CONSUMER, zero), acc_ME, is_async=True)
 
 
@@ -127,7 +131,7 @@ def queue_values(shared, zero, p, acc_ME, BLOCK: gl.constexpr, CONSUMER: gl.cons
 def finish_values(
     shared, acc_ME, BLOCK: gl.constexpr, CONSUMER: gl.constexpr, BEHIND: gl.constexpr = 0
 ):
-    """The output once a half of a block is added, which is released. BEHIND: products that were
+    """The output after a half of a block was added; releases that half. BEHIND: products that were
     queued since."""
     acc_ME = warpgroup_mma_wait(BEHIND, deps=[acc_ME])
     barrier.arrive_after_mma(shared.empty(BLOCK, 0 if BLOCK == CONSUMER else 1))
@@ -136,7 +140,8 @@ def finish_values(
 
 @gluon.jit
 def first_scores(shared, kept, phase, zero, s_MN, DONE: gl.constexpr):
-    """The first block's scores, of which DONE boxes are queued. The second's are queued behind."""
+    """The first block's scores, of which DONE boxes are already queued. Those of the second block
+    may be queued after them."""
     # S0 = Q K0^T
     s_MN = queue_boxes(shared, kept, phase, zero, s_MN, 0, DONE, BOXES)
     arrive_named(TURN_BARRIER)
@@ -160,9 +165,9 @@ def first_step(
     l_ML,
     AHEAD: gl.constexpr,
 ):
-    """What consumer 0 does in a step with the first block's scores. AHEAD: boxes of the next step's
-    that are queued before it waits for its last product; 0: there is no next step, or it is not
-    looked at."""
+    """Consumer 0's part of a step, from the first block's scores on. AHEAD: boxes of the next step
+    that are queued before it waits for its last product; 0 if there is no next step, or if it is
+    not begun here."""
     dtype: gl.constexpr = shared.q.dtype
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_ME.type.layout, 2)
     zero = opaque(0)
@@ -185,7 +190,7 @@ def first_step(
     # O += P1 V1
     acc_ME = queue_values(shared, zero, shared.probabilities(1, zero), acc_ME, 1, 0)
     if AHEAD > 0:
-        # The matrix unit has these to do while the values' boxes are given back.
+        # The matrix unit computes these while the boxes of values are released.
         s_MN = queue_boxes(shared, kept, phase ^ 1, zero, no_scores(dtype), 0, 0, AHEAD)
         acc_ME = finish_values(shared, acc_ME, 1, 0, AHEAD)
         s_MN = first_scores(shared, kept, phase ^ 1, zero, s_MN, AHEAD)
@@ -196,11 +201,11 @@ def first_step(
 
 @gluon.jit
 def second_step(shared, kept, params, segment, bounds, col, phase, acc_ME, m_M, l_ML):
-    """One step of consumer 1."""
+    """Consumer 1's part of a step."""
     dtype: gl.constexpr = shared.q.dtype
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_ME.type.layout, 2)
-    # Else the matrix unit would take both blocks' scores in turns, and have nothing to do during
-    # the first softmax.
+    # Without this wait, the matrix unit would alternate between both blocks' scores, and be idle
+    # during the first softmax.
     sync_named(TURN_BARRIER)
     zero = opaque(0)
     # S1 = Q K1^T
@@ -230,7 +235,7 @@ def second_step(shared, kept, params, segment, bounds, col, phase, acc_ME, m_M, 
 
 @gluon.jit
 def no_output(dtype: gl.constexpr):
-    """A consumer's half of an output of zeros."""
+    """A consumer's half of an output, all 0."""
     return gl.zeros([ROWS, HALF], gl.float32, scores_layout(dtype, HALF))
 
 
@@ -251,7 +256,7 @@ def first_steps(shared, kept, params, segment, bounds, visit, acc_ME, m_M, l_ML)
 
 @gluon.jit
 def first_steps_ahead(shared, kept, params, segment, bounds, visit, acc_ME, m_M, l_ML):
-    """A segment of consumer 0, the next step's scores begun in each."""
+    """A segment of consumer 0, where each step begins the scores of the next one."""
     AHEAD: gl.constexpr = params.tile.AHEAD
     dtype: gl.constexpr = shared.q.dtype
     first, last = visit, segment.stop - 1
@@ -284,7 +289,7 @@ def second_steps(shared, kept, params, segment, bounds, visit, acc_ME, m_M, l_ML
 
 @gluon.jit
 def all_sums(shared, l_ML, segments, layout: gl.constexpr, CONSUMER: gl.constexpr):
-    """Sums of rows over both consumers' blocks, whose references are the same by now."""
+    """Sums of rows over the blocks of both consumers, whose references are equal by now."""
     l_M = gl.convert_layout(gl.sum(l_ML, 1), layout)
     shared.sums.index(CONSUMER).store(l_M)
     barrier.arrive_each_warp(shared.sums_full.index(0))
@@ -294,7 +299,7 @@ def all_sums(shared, l_ML, segments, layout: gl.constexpr, CONSUMER: gl.constexp
 
 @gluon.jit
 def mla_consumer(io, shared, share, params, CONSUMER: gl.constexpr):
-    """Columns [256 CONSUMER, 256 CONSUMER + 256) of all segments of a program."""
+    """Computes columns [256 CONSUMER, 256 CONSUMER + 256) of all segments of this program."""
     dtype: gl.constexpr = shared.q.dtype
     s_layout: gl.constexpr = scores_layout(dtype, KEYS)
     visit = gl.to_tensor(0)

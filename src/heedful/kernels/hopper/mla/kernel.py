@@ -1,7 +1,9 @@
-"""Attention of few queries over latent vectors (MLA), whose first 512 columns are values: one warp
-that loads keys and two consumer warpgroups, each of which has half of the output's columns.
+"""The MLA decode for Hopper: attention of few queries over latent vectors, whose first 512 columns
+are values.
 
-Programs share the keys as those of the portable decode do, see split_kv/work.py.
+The kernel is `mla`, launched by `launch/bind/mla.py`. A program has one producer warp, which loads
+keys, and two consumer warpgroups, which have half of the output's columns each. Programs share the
+keys of the call as those of the portable decode do, see split_kv/work.py.
 """
 
 from triton.experimental import gluon
@@ -18,7 +20,7 @@ from heedful.kernels.hopper.mla.shared import MlaShared
 
 @gluon.jit
 def mla(io: MlaIO, params: HopperDecodeParams):
-    """out (B, M, H, E) and lse (B, H, M)."""
+    """Stores out (B, M, H, E) and lse (B, H, M)."""
     CONSUMER_REGS: gl.constexpr = params.tile.CONSUMER_REGS
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
     shared = MlaShared.allocate(io.k.dtype)

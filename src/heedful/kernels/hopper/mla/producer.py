@@ -1,4 +1,5 @@
-"""The warp of the MLA decode that loads keys, box by box, as soon as a box is free."""
+"""The producer warp of the MLA decode: it loads keys box by box, each as soon as its memory is
+free."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,7 +15,7 @@ from heedful.kernels.hopper.sm90.sequences import keys_at, page_at
 
 @gluon.jit
 def latent_pages(params, keys, col, HEIGHT: gl.constexpr):
-    """(number, place in the sequence) of the page of each box of so many of 64 keys from `col`
+    """(page number, its place in the sequence) for each box of HEIGHT keys among 64 keys from `col`
     on, if there are pages."""
     pages = ()
     if params.kv.table is not None:
@@ -28,7 +29,8 @@ def latent_pages(params, keys, col, HEIGHT: gl.constexpr):
 
 @gluon.jit
 def load_box(io, memory, full, params, keys, col, pages, BOX: gl.constexpr):
-    """Starts filling a box with 64 keys from `col` on, whose pages are known if there are any."""
+    """Starts filling a box of shared memory with 64 keys from `col` on. pages: from
+    `latent_pages`."""
     HEIGHT: gl.constexpr = io.k.block_type.shape[-2]
     DOWN: gl.constexpr = KEYS // HEIGHT
     shape: gl.constexpr = io.k.block_type.shape
@@ -47,8 +49,8 @@ def load_box(io, memory, full, params, keys, col, pages, BOX: gl.constexpr):
 
 @gluon.jit
 def load_block(io, shared, params, keys, col, phase, BLOCK: gl.constexpr):
-    """Loads 64 keys from `col` on, each box once it is free."""
-    # Page numbers are on their way before there is room.
+    """Loads 64 keys from `col` on, each box once its memory is free."""
+    # Page numbers are loaded before there is room for keys.
     pages = latent_pages(params, keys, col, io.k.block_type.shape[-2])
     for turn in gl.static_range(BOXES):
         if release_before(BLOCK, turn) >= 0:
@@ -67,7 +69,7 @@ def load_block(io, shared, params, keys, col, phase, BLOCK: gl.constexpr):
 
 @gluon.jit
 def mla_producer(io, shared, share, params):
-    """Loads the keys of all segments of a program."""
+    """Loads the keys of all segments of this program."""
     visit = gl.to_tensor(0)
     while share.x < share.end:
         segment, share = look(share, params)

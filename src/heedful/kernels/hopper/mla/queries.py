@@ -1,4 +1,5 @@
-"""Queries of the MLA decodes: nine boxes of 64 columns in shared memory, eight of them in halves.
+"""Queries of the MLA decodes: nine boxes of 64 columns in shared memory. Eight of them form two
+halves.
 
 M query rows, D columns.
 """
@@ -11,7 +12,7 @@ from heedful.kernels.hopper.mla.boxes import BOXES, HALF, VALUE_BOXES, WIDTH, bo
 
 @gluon.jit
 def allocate_queries(dtype: gl.constexpr, ROWS: gl.constexpr):
-    """(both halves, the rest) of so many rows."""
+    """(memory of both halves, memory of the ninth box) for ROWS rows."""
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], dtype)
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
     q = gl.allocate_shared_memory(dtype, [2, ROWS, HALF], wide)
@@ -20,7 +21,7 @@ def allocate_queries(dtype: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def query_box(shared, BOX: gl.constexpr, zero=0):
-    """Columns of queries: (rows, 64). zero: of which the compiler does not know that, so that it
+    """A box of queries: (rows, 64). zero: a 0 that the compiler does not know to be 0, so that it
     keeps no address in a register over the loop."""
     if BOX == VALUE_BOXES:
         return shared.q_rest.index(zero)
@@ -30,7 +31,7 @@ def query_box(shared, BOX: gl.constexpr, zero=0):
 
 @gluon.jit
 def kept_boxes(shared, COUNT: gl.constexpr, layout: gl.constexpr):
-    """So many boxes of queries in registers, the last box first."""
+    """COUNT boxes of queries in registers, the last box first."""
     kept = ()
     for i in gl.static_range(COUNT):
         kept = kept + (query_box(shared, BOXES - 1 - i).load(layout),)
@@ -39,7 +40,8 @@ def kept_boxes(shared, COUNT: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def load_columns(io, params, segment, first: gl.constexpr, COLUMNS: gl.constexpr):
-    """Queries of a tile from column `first` on; zeros past the rows in use and the last column."""
+    """Queries of a tile from column `first` on. Rows that are not in use and columns past the last
+    one are zero."""
     LANES: gl.constexpr = COLUMNS // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     group = params.shape.heads_q // params.shape.heads_k

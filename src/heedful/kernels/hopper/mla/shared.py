@@ -1,8 +1,8 @@
-"""Shared memory of the MLA decode, and who waits for what in it.
+"""Shared memory of the MLA decode, and its barriers.
 
-A step has two blocks of keys. A product takes a half of a block's values, and frees it. The first
-block's last box, which is key alone, is free as soon as its scores are there. The second's is then
-where its probabilities go.
+A step has two blocks of keys. A product reads a half of a block's values and releases it. The first
+block's last box, which is used only as key, is free as soon as its scores are there. The second
+block's last box then takes its probabilities.
 """
 
 from triton.experimental import gluon
@@ -14,16 +14,16 @@ from heedful.kernels.hopper.sm90.barrier import barriers
 from heedful.kernels.hopper.sm90.compat import aggregate
 from heedful.kernels.hopper.sm90.mma import ROWS
 
-BLOCKS: gl.constexpr = gl.constexpr(2)  # of a step, one for each consumer
-# What the first block releases beside two halves.
+BLOCKS: gl.constexpr = gl.constexpr(2)  # blocks of a step, one for each consumer
+# The first block releases this, too, beside two halves.
 REST: gl.constexpr = gl.constexpr(2)
 
 
 @gluon.constexpr_function
 def box_in_turn(block, place):
-    """The boxes of a block in the order in which they are released, loaded and waited for: the half
-    of the consumer whose block it is, whose product with it comes first, and the other. The rest is
-    the first of the first block, and the last of the second."""
+    """The boxes of a block in the order in which they are released, loaded and waited for. First
+    comes the half of the consumer that owns the block, whose product with it comes first, then the
+    other half. The ninth box comes first in the first block, and last in the second."""
     half = VALUE_BOXES // 2
     if block == 0:
         return place - 1 if place > 0 else VALUE_BOXES
@@ -32,8 +32,8 @@ def box_in_turn(block, place):
 
 @gluon.constexpr_function
 def release_before(block, place):
-    """What a block must have released before the box in this place is loaded: half 0 or 1, in the
-    order of `box_in_turn`, or REST; -1 = nothing that an earlier box has not waited for."""
+    """The part that a block must have released before the box at this place is loaded: half 0 or 1,
+    in the order of `box_in_turn`, or REST; -1 if an earlier box has waited for it."""
     first = 1 if block == 0 else 0
     if place < first:
         return REST
@@ -44,13 +44,14 @@ def release_before(block, place):
 
 @aggregate
 class MlaShared:
-    """q, q_rest: queries, 256 columns by 256 and the rest. values: of a block both halves. rest: of
-    a block the last box; of the second, then its probabilities. first_p: probabilities of the first
-    block. top: of a block, references of rows; sums: of each consumer, at the end of a segment.
+    """q, q_rest: queries, two halves of 256 columns and the ninth box. values: both halves of each
+    block. rest: the last box of each block; that of the second block then holds its probabilities.
+    first_p: probabilities of the first block. top: references of rows, for each block. sums: of
+    each consumer, at the end of a segment.
 
-    k_full: of a box. k_empty: of a half, in the order of `box_in_turn`; the last of the second
-    block has the rest, too. rest_empty: of the first block's rest. p_full: of a block's
-    probabilities. q_full, q_empty, sums_full: of a segment.
+    k_full: a barrier for each box. k_empty: for each half, in the order of `box_in_turn`; the last
+    one of the second block covers its rest, too. rest_empty: the first block's rest. p_full: the
+    probabilities of each block. q_full, q_empty, sums_full: once a segment.
     """
 
     q: gl.shared_memory_descriptor
@@ -94,7 +95,7 @@ class MlaShared:
 
     @gluon.jit
     def k_box(self, BLOCK: gl.constexpr, BOX: gl.constexpr, zero=0):
-        """Columns of a block of keys: (keys, 64)."""
+        """A box of a block of keys: (keys, 64)."""
         if BOX == VALUE_BOXES:
             return self.rest.index(BLOCK + zero)
         else:
@@ -107,7 +108,7 @@ class MlaShared:
 
     @gluon.jit
     def probabilities(self, BLOCK: gl.constexpr, zero=0):
-        """Of a block: (rows, keys)."""
+        """The probabilities of a block: (rows, keys)."""
         if BLOCK == 0:
             return self.first_p.index(zero)
         else:
@@ -119,7 +120,7 @@ class MlaShared:
 
     @gluon.jit
     def empty(self, BLOCK: gl.constexpr, WHICH: gl.constexpr):
-        """Of what a block releases, numbered as by `release_before`."""
+        """The empty barrier of a part of a block, numbered as in `release_before`."""
         if WHICH == REST:
             return self.rest_empty.index(0)
         else:

@@ -1,11 +1,12 @@
-"""Attention of up to 32 query rows over latent vectors (MLA), whose first 512 columns are values,
-by products whose rows are keys or columns of values and whose columns are query rows: one warp that
-loads keys and a warpgroup that multiplies.
+"""The MLA decode for Hopper with up to 32 query rows: products have keys, or columns of values, as
+their rows, and query rows as their columns.
 
-A product has 64 rows whatever they are, but as few columns as there are query rows. So queries take
-little room, and one warpgroup holds the whole output: nobody waits for another's probabilities.
+A product has 64 rows in any case, but can have as few columns as there are query rows. So queries
+take little memory, one warpgroup holds the whole output, and no consumer waits for another.
 
-Programs share the keys as those of the portable decode do, see split_kv/work.py.
+The kernel is `mla_swap_ab`, launched by `launch/bind/mla_swap_ab.py`. A program has one producer
+warp, which loads keys, and one consumer warpgroup. Programs share the keys of the call as those of
+the portable decode do, see split_kv/work.py.
 """
 
 from triton.experimental import gluon
@@ -24,11 +25,11 @@ from heedful.kernels.hopper.sm90.pipeline import Pipeline, PipelineState
 
 @gluon.jit
 def load_segment(io, ring, segment, block, params):
-    """Loads the keys of a segment, each box once it is free."""
+    """Loads the keys of a segment, each box once its memory is free."""
     keys = keys_of_segment(params, segment)
     for number in range(segment.start, segment.stop):
         col = number * KEYS
-        # Page numbers are on their way before there is room.
+        # Page numbers are loaded before there is room for keys.
         pages = latent_pages(params, keys, col, io.k.block_type.shape[-2])
         for box in gl.static_range(BOXES):
             at = box_at(block, box)
@@ -40,7 +41,7 @@ def load_segment(io, ring, segment, block, params):
 
 @gluon.jit
 def swap_ab_producer(io, ring, share, params):
-    """Loads the keys of all segments of a program."""
+    """Loads the keys of all segments of this program."""
     block = PipelineState.start(params.tile.STAGES)
     while share.x < share.end:
         segment, share = look(share, params)
@@ -49,7 +50,7 @@ def swap_ab_producer(io, ring, share, params):
 
 @gluon.jit
 def mla_swap_ab(io: MlaIO, params: HopperDecodeParams):
-    """out (B, M, H, E) and lse (B, H, M)."""
+    """Stores out (B, M, H, E) and lse (B, H, M)."""
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
     shared = SwapShared.allocate(io.k.dtype, params.tile.BLOCK_M)
     ring = Pipeline.of_tiles(io.k.dtype, KEYS, WIDTH, params.tile.STAGES * BOXES, 1)

@@ -1,4 +1,4 @@
-"""The consumer of the MLA decode of few rows: a warpgroup that has all columns of the output.
+"""The consumer of the MLA decode with few rows: one warpgroup that has all columns of the output.
 
 N keys of a tile, M query rows, E value columns of a box, L lanes (of warps) that share a row.
 """
@@ -25,7 +25,8 @@ from heedful.kernels.hopper.sm90.softmax import shift_of
 
 @aggregate
 class SwapShared:
-    """q, q_rest: queries, 256 columns by 256 and the rest. p: probabilities of a tile of keys."""
+    """q, q_rest: queries, two halves of 256 columns and the ninth box. p: probabilities of a tile
+    of keys."""
 
     q: gl.shared_memory_descriptor
     q_rest: gl.shared_memory_descriptor
@@ -40,14 +41,14 @@ class SwapShared:
 
 @gluon.jit
 def box_at(block, BOX: gl.constexpr):
-    """Where a box of a block is in the ring of boxes."""
+    """The index of a block's box in the ring of boxes."""
     return block.index * BOXES + BOX
 
 
 @gluon.jit
 def load_few_queries(io, shared, params, segment):
-    """The queries of a segment in shared memory."""
-    # All warps' products with those of the segment before are done.
+    """Loads the queries of a segment to shared memory."""
+    # All warps have finished their products with the queries of the segment before.
     gl.barrier()
     for half in gl.static_range(2):
         shared.q.index(half).store(load_columns(io, params, segment, half * HALF, HALF))
@@ -58,7 +59,7 @@ def load_few_queries(io, shared, params, segment):
 
 @gluon.jit
 def multiply_queries(shared, ring, block, M: gl.constexpr):
-    """k q^T of a tile of keys, box by box, as each is there."""
+    """k q^T of a tile of keys, box by box as each is loaded."""
     dtype: gl.constexpr = shared.q.dtype
     s_NM = gl.zeros([KEYS, M], gl.float32, scores_layout(dtype, M))
     for box in gl.static_range(BOXES):
@@ -89,8 +90,8 @@ def masked_keys(s_NM, params, segment, bounds, col):
 def lane_sums(p_NM):
     """Sums over the keys that one lane holds: (N, M) -> (N / 16, 8, M).
 
-    In a WGMMA accumulator a lane has two keys of every sixteen that a warp has. Adding up lanes and
-    warps waits until the last tile.
+    In a WGMMA accumulator a lane has two keys of every sixteen of its warp. Sums over lanes and
+    warps are taken after the last tile.
     """
     N: gl.constexpr = p_NM.shape[0]
     M: gl.constexpr = p_NM.shape[1]
@@ -113,8 +114,8 @@ def scale_sums(l_LM, alpha_M):
 
 @gluon.jit
 def softmax_columns(s_NM, m_M, l_LM, scale_log2):
-    """One more tile: p, new maxima in base 2, new sums of lanes, and what they and the output so
-    far must be scaled by."""
+    """(p, new maxima in base 2, new sums of lanes, factor for the sums and the output so far) after
+    one more tile."""
     top_M = gl.maximum(m_M, gl.max(s_NM, 0) * scale_log2)
     shift_M = shift_of(top_M)
     p_NM = gl.exp2(s_NM * scale_log2 - shift_M[None, :])
@@ -133,7 +134,7 @@ def scale_columns(acc, alpha_M):
 
 @gluon.jit
 def stream_keys(shared, ring, segment, block, params):
-    """(outputs by boxes, maxima in base 2, sums of lanes, the block behind) of a segment."""
+    """(outputs by boxes, maxima in base 2, sums of lanes, next block) of a segment."""
     M: gl.constexpr = params.tile.BLOCK_M
     dtype: gl.constexpr = shared.q.dtype
     layout: gl.constexpr = scores_layout(dtype, M)
@@ -148,7 +149,7 @@ def stream_keys(shared, ring, segment, block, params):
     for number in range(segment.start, segment.stop):
         # S^T = K Q^T
         s_NM = multiply_queries(shared, ring, block, M)
-        # The last box is key alone.
+        # The last box is used only as key.
         barrier.arrive_after_mma(ring.empty.index(box_at(block, VALUE_BOXES)))
         s_NM = masked_keys(s_NM, params, segment, bounds, number * KEYS)
         p_NM, m_M, l_LM, alpha_M = softmax_columns(s_NM, m_M, l_LM, params.scale_log2)
@@ -180,7 +181,7 @@ def rows_first(acc):
 
 @gluon.jit
 def swap_ab_consumer(io, shared, ring, share, params):
-    """The rows of all segments of a program."""
+    """Computes the rows of all segments of this program."""
     block = PipelineState.start(params.tile.STAGES)
     whole = share
     while share.x < share.end:
