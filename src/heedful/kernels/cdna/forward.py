@@ -1,6 +1,8 @@
-"""Attention forward for CDNA3 and CDNA4: what comes before and after their main loops.
+"""Attention forward for CDNA3 and CDNA4: everything but the main loop of each generation.
 
-Two groups of four waves work on one tile of queries, one group a stage behind the other.
+The kernel is `forward`, launched by `launch/bind/cdna.py`. A program has two groups of four waves,
+which work on one tile of queries; one group is a stage behind the other. The grid is (row tiles of
+all heads, splits of the keys).
 
 Shapes: M query rows, N key rows, D head dim.
 """
@@ -18,7 +20,8 @@ from heedful.kernels.cdna4 import mainloop as cdna4
 
 @gluon.constexpr_function
 def mfma_layout(generation, dtype, warps):
-    """Scores and results of 32 rows a wave, keys or dims across registers."""
+    """The layout of scores and results: 32 rows for each wave, with keys or dims across
+    registers."""
     products = cdna3.products(dtype) if generation == 3 else cdna4.products(dtype)
     return gl.amd.AMDMFMALayout(
         version=generation,
@@ -40,10 +43,10 @@ def forward(
     scale_log2,
     GENERATION: gl.constexpr,
 ):
-    """out (.., M, H, D) and, if wanted, lse (B, H, M) of BLOCK_M queries of one head; of several
-    splits of the keys, partial ones with a leading split.
+    """Stores out (.., M, H, D) and, if wanted, lse (B, H, M) of BLOCK_M queries of one head; with
+    several splits of the keys, partial results with a leading split.
 
-    scale_log2: makes raw scores logits in base 2. descales: float32 (B, G), with fp8.
+    scale_log2: converts raw scores to logits in base 2. descales: float32 (B, G), with fp8.
     GENERATION: 3 or 4, of CDNA.
     """
     DTYPE: gl.constexpr = io.k.ptr.dtype.element_ty

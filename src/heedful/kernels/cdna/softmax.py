@@ -1,12 +1,13 @@
-"""Online softmax in base 2, with a maximum that is followed only when it must be.
+"""Online softmax in base 2, which follows the maximum only when it must.
 
-In the transposed 32x32 MFMA layout a row lies in two lanes, 32 apart, so that a reduction over
-keys is one exchange after what a lane does by itself. Sums stay spread over the two lanes until the
-last tile: (M, 2).
+In the transposed 32x32 MFMA layout a row lies in two lanes, 32 apart. A reduction over keys is done
+within each lane, and then takes one exchange. Sums stay spread over the two lanes until the last
+tile: (M, 2).
 
-Probabilities are exp2(score - base) with a base a row that lags behind the running maximum: a wave
-jumps over the rescaling of its sums and outputs until some row of it has risen by `slack` since.
-Rescaling rarely: FlashAttention-4, https://github.com/Dao-AILab/flash-attention.
+Probabilities are exp2(score - base), where each row has a base that lags behind its running
+maximum. A wave jumps over the rescaling of its sums and outputs until one of its rows has risen by
+`slack` since. Rare rescaling is from FlashAttention-4,
+https://github.com/Dao-AILab/flash-attention.
 
 Shapes: M query rows, N key rows, D head dim, L lanes that share a row.
 """
@@ -14,28 +15,28 @@ Shapes: M query rows, N key rows, D head dim, L lanes that share a row.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# A base below every score, and finite: differences from it are numbers.
+# A base below every score, but finite, so that differences from it are numbers.
 LOWEST: gl.constexpr = gl.constexpr(-3.0e38)
 
 
 @gluon.constexpr_function
 def slack(dtype):
-    """How many powers of two probabilities may rise past their row's last base."""
+    """How many powers of two probabilities may exceed those of their row's last base."""
     return 3 if dtype.is_fp8() else 8
 
 
 @gluon.constexpr_function
 def lift(dtype):
-    """The power of two that a row's largest probability takes on a new base: what `dtype` has room
-    for beyond the slack, so that small probabilities keep their digits."""
+    """The power of two of a row's largest probability on a new base. `dtype` has room for it beyond
+    the slack, so that small probabilities keep their digits."""
     top = {"fp16": 15, "fp8e4nv": 8, "fp8e4b8": 7}.get(dtype.name, slack(dtype))
     return top - slack(dtype)
 
 
 @gluon.jit
 def larger(a, b):
-    """max(a, b) of numbers: in one instruction, where the compiler would first quieten NaNs of
-    values whose origin it does not see."""
+    """max(a, b) of numbers in one instruction. The compiler would first quiet the NaNs of values
+    whose origin it does not see."""
     return gl.inline_asm_elementwise(
         "v_max_f32 $0, $1, $2", "=v,v,v", [a, b], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -53,8 +54,8 @@ def row_max(s_MN):
 
 @gluon.jit
 def lane_sums(p_MN):
-    """Sums over the keys that a lane holds: (M, N) -> (M, 2). Of every eight keys it holds four
-    neighbours, which are kept apart as long as possible: the vector unit adds in pairs."""
+    """Sums over the keys that a lane holds: (M, N) -> (M, 2). It holds four neighbours of every
+    eight keys. These are kept apart as long as possible, because the vector unit adds in pairs."""
     M: gl.constexpr = p_MN.shape[0]
     N: gl.constexpr = p_MN.shape[1]
     return gl.sum(gl.sum(p_MN.reshape([M, N // 8, 2, 4]), 1), 2)
@@ -70,15 +71,15 @@ def no_keys(M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, MFMA: gl.constexp
 
 @gluon.jit
 def total(l_ML, base_M):
-    """Sums of whole rows, where base_M lies."""
+    """Sums of whole rows, in the layout of base_M."""
     return gl.convert_layout(gl.sum(l_ML, 1), base_M.type.layout)
 
 
 @gluon.jit
 def any_lane_above(x_M, LIMIT: gl.constexpr):
-    """1 if x_M > LIMIT in some lane of the wave, else 0. In a scalar register, so that `if` on it
-    is a scalar branch; unlike other scalars it is each wave's own, and what depends on it must
-    leave the other waves alone."""
+    """1 if x_M > LIMIT in any lane of the wave, else 0. It is a scalar register, so that `if` is a
+    scalar branch. Unlike other scalars, each wave has its own: code that depends on it must not
+    affect other waves."""
     WORDS: gl.constexpr = (
         f"v_cmp_lt_f32_e32 vcc, {float(LIMIT)}, $1\ns_cmp_lg_u64 vcc, 0\ns_cselect_b32 $0, 1, 0"
     )
@@ -87,10 +88,10 @@ def any_lane_above(x_M, LIMIT: gl.constexpr):
 
 @gluon.jit
 def rescale(base_M, top_M, scale_log2, l_ML, acc_MD, LIFT: gl.constexpr, HIGHEST: gl.constexpr):
-    """(base, l, acc) to go on with, where top_M are the largest raw scores of the tile at hand.
+    """(base, l, acc) for this tile, whose largest raw scores are top_M.
 
-    LIFT: the logarithm of the largest probability after a rescaling, HIGHEST: that which leads to
-    one.
+    LIFT: log2 of the largest probability after a rescaling. HIGHEST: log2 of the probability that
+    triggers one.
     """
     if any_lane_above(top_M * scale_log2 - base_M, HIGHEST) != 0:
         new_M = larger(base_M, top_M * scale_log2 - LIFT)

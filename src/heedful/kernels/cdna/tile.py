@@ -1,4 +1,4 @@
-"""Tiles of queries and scores: how they are loaded, masked and stored.
+"""Loads, masks and stores tiles of queries, scores and results.
 
 Shapes: M query rows, N key rows, D head dim.
 """
@@ -13,8 +13,8 @@ from heedful.kernels.common.log_sum import log_sum_exp
 
 @gluon.constexpr_function
 def fetch_layout(dim, warps, dtype):
-    """16 bytes a lane, whole rows side by side: a wave covers 1 KiB without a gap, as a load
-    straight to LDS must, and rows of waves follow each other."""
+    """16 bytes for each lane, with whole rows adjacent: a wave covers 1 KiB without a gap, as a
+    load direct to LDS must, and the rows of waves follow each other."""
     items = 128 // dtype.primitive_bitwidth
     lanes = dim // items
     return gl.BlockedLayout([1, items], [64 // lanes, lanes], [warps, 1], [1, 0])
@@ -22,14 +22,14 @@ def fetch_layout(dim, warps, dtype):
 
 @gluon.jit
 def row_offsets(rows, stride, dims):
-    """Where the elements of rows lie from a tile's base on, in 32 bits, which suffice: launching
-    raises for longer strides."""
+    """Offsets of the elements of rows from a tile's base, in 32 bits. Launching raises for strides
+    that are too long for this."""
     return rows[:, None] * stride.to(gl.int32) + dims[None, :]
 
 
 @gluon.jit
 def last_keys(rows_M, len_k, off, mask: Mask):
-    """The last key that each row sees, negative if none."""
+    """The last key that each row sees; negative if there is none."""
     last_M = gl.full(rows_M.shape, 0, gl.int32, rows_M.type.layout) + (len_k - 1)
     if mask.HAS_RIGHT:
         last_M = gl.minimum(last_M, rows_M + (off + mask.right))
@@ -38,10 +38,10 @@ def last_keys(rows_M, len_k, off, mask: Mask):
 
 @gluon.jit
 def apply_mask(s_MN, last_M, BY_SIGN: gl.constexpr):
-    """Scores of keys that a row does not see, those after number last_M of the tile, become -inf.
+    """Scores with -inf for keys that a row does not see: those after key last_M of the tile.
 
     BY_SIGN: by arithmetic on the sign of the distance. A comparison takes a pair of scalar
-    registers for each score that is in flight, and there may not be enough.
+    registers for each score in flight, and there may not be enough.
     """
     N: gl.constexpr = s_MN.shape[1]
     cols_N = gl.arange(0, N, gl.SliceLayout(0, s_MN.type.layout))
@@ -57,7 +57,7 @@ def apply_mask(s_MN, last_M, BY_SIGN: gl.constexpr):
 
 @gluon.jit
 def load_query_tile(work, q, M: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Rows [row0, row0 + M) of q (.., M, H, D), zeros from len_q on."""
+    """Rows [row0, row0 + M) of q (.., M, H, D); zeros from len_q on."""
     fetch: gl.constexpr = fetch_layout(D, gl.num_warps(), q.ptr.dtype.element_ty)
     rows = gl.arange(0, M, gl.SliceLayout(1, fetch))
     dims = gl.arange(0, D, gl.SliceLayout(0, fetch))
@@ -70,8 +70,9 @@ def load_query_tile(work, q, M: gl.constexpr, D: gl.constexpr, LAYOUT: gl.conste
 
 @gluon.jit
 def store_results(work, out, lse, rest, base_M, l_M, acc_MD, scale):
-    """scale * acc / l of rows below len_q, and their log-sum-exp in nats; base_M is in units of
-    log2. A row that saw no key has sum 0: out 0, lse -inf. rest: as `ForwardIO` has it."""
+    """Stores scale * acc / l of rows below len_q, and their log-sum-exp in natural units. base_M is
+    in base 2. A row that saw no key has sum 0, and gets out 0 and lse -inf. rest: as in
+    `ForwardIO`."""
     MFMA: gl.constexpr = acc_MD.type.layout
     M: gl.constexpr = acc_MD.shape[0]
     D: gl.constexpr = acc_MD.shape[1]

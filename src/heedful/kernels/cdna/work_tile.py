@@ -1,4 +1,4 @@
-"""What one program works on: its queries, and the key tiles (n-blocks) that they see."""
+"""The work tile of a program: its queries, and the key tiles (n-blocks) that they see."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,11 +10,11 @@ from heedful.kernels.common.sequences import seqlens_of
 
 @gluon.aggregate
 class WorkTile:
-    """Queries from row0 on of one head of one sequence, against the key tiles [begin, end) of one
-    split; those before `full_end` without a mask.
+    """Queries from row0 on of one head of one sequence, and the key tiles [begin, end) of one
+    split. Tiles before `full_end` need no mask.
 
-    b, h, g: sequence, query head and KV head, 64-bit. seq: `Seqlens`. Key j is visible to
-    query i iff j < len_k and, with a mask, j <= i + off + right.
+    b, h, g: sequence, query head and KV head, in 64 bits. seq: its `Seqlens`. Key j is visible to
+    query i if j < len_k and, with a mask, j <= i + off + right.
     """
 
     b: gl.tensor
@@ -29,17 +29,17 @@ class WorkTile:
 
     @gluon.jit
     def queries(self, x):
-        """x (.., M, H, D) where this head's queries begin."""
+        """The address in x (.., M, H, D) where this head's queries begin."""
         return x.ptr + self.b * x.stride_b + self.h * x.stride_h + self.seq.token_q * x.stride_n
 
     @gluon.jit
     def keys(self, x):
-        """x (.., N, G, D) where this head's keys or values begin."""
+        """The address in x (.., N, G, D) where this head's keys or values begin."""
         return x.ptr + self.b * x.stride_b + self.g * x.stride_h + self.seq.token_k * x.stride_n
 
     @gluon.jit
     def factor(self, descale):
-        """This KV head's entry of a float32 (B, G) array, 1 where there is none."""
+        """This KV head's entry of a float32 (B, G) array; 1 if there is no array."""
         if descale.ptr is None:
             return gl.to_tensor(1.0)
         else:
@@ -55,10 +55,11 @@ def work_tile(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """The WorkTile of this program.
+    """The `WorkTile` of this program.
 
-    Heads are dealt round the dies first, so that one head's keys stay in one L2 where their number
-    allows; under a causal mask the longest tiles go first.
+    Consecutive programs take different heads, so that each head stays on one die, and its keys in
+    one L2 cache, where the number of heads allows it. Under a causal mask the longest tiles go
+    first.
     """
     heads = shape.batch * shape.heads_q
     block = gl.program_id(0) // heads
@@ -82,8 +83,8 @@ def work_tile(
 
 @gluon.jit
 def n_block_range(row0, seq, mask: Mask, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Tiles [0, end) are visible to some row of [row0, row0 + BLOCK_M), those below `full` to
-    every row and without a mask."""
+    """(full, end): tiles [0, end) are visible to some row of [row0, row0 + BLOCK_M), and tiles
+    below `full` to every row."""
     last = gl.minimum(row0 + BLOCK_M, seq.len_q) - 1
     bounds = key_bounds(row0, last, seq.off, seq.len_k, mask)
     return bounds.stop_first // BLOCK_N, gl.cdiv(bounds.stop_last, BLOCK_N)
@@ -94,8 +95,8 @@ def split_n_blocks(full, end, split, splits):
     """(begin, full_end, end) of the tiles of one split. Splits depend on a sequence's own length
     alone.
 
-    The last full tile goes with the masked ones: while it is worked off the first of them comes,
-    which may be ragged, and so the hot loop never needs a mask on its loads.
+    The last full tile goes with the masked ones. While it is processed, the first masked tile is
+    loaded, which may be ragged. So the hot loop never needs a mask on its loads.
     """
     each = (end + splits - 1) // splits
     begin = gl.minimum(split * each, end)

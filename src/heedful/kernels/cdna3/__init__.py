@@ -1,1 +1,1 @@
-"""Gluon kernels for CDNA3 (gfx942). May import `kernels.cdna`."""
+"""The main loop for CDNA3 (gfx942). May import `kernels.cdna`."""

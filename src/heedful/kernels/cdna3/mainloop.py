@@ -1,14 +1,16 @@
-"""The main loop of CDNA3: two groups of four waves, one a stage behind the other.
+"""The main loop for CDNA3, called by cdna/forward.py: two groups of four waves, one a stage behind
+the other.
 
-An iteration works off one tile of keys in four stages with a barrier after each, as on CDNA4;
-without wide loads straight to LDS, the next tile passes through registers on its way. V is
-transposed there, four keys by a few columns a lane, because CDNA3 has no transposing LDS reads:
-once for all waves, where each would else sort single elements.
+An iteration processes one tile of keys in four stages, with a barrier after each, as on CDNA4.
+CDNA3 has no wide loads direct to LDS, so the next tile passes through registers. It has no
+transposing LDS reads either. So V is transposed in registers, four keys by a few columns for each
+lane: once for all waves, where each wave would otherwise sort single elements.
 
-Order of accesses, with t the number of a stage (4 i + stage) and the late group at epoch t + 1:
-K of tile i is last read in epoch 4 i + 1, by the late group; K of tile i + 1 is stored from epoch
-4 i + 2 to 4 i + 3 and read from 4 i + 4 on. V of tile i is last read in epoch 4 i + 3; that of tile
-i + 1 is stored from 4 i + 4 to 4 i + 5 and read from 4 i + 6 on. So one buffer of each is enough.
+The order of accesses, where epoch t is the time of stage t (4 i + stage) of the early group, and
+the late group's stage t is in epoch t + 1: K of tile i is last read in epoch 4 i + 1, by the late
+group. K of tile i + 1 is stored in epochs 4 i + 2 and 4 i + 3, and read from 4 i + 4 on. V of tile
+i is last read in epoch 4 i + 3. V of tile i + 1 is stored in epochs 4 i + 4 and 4 i + 5, and read
+from 4 i + 6 on. So one buffer of each is enough.
 
 Shapes: M query rows, N key rows, D head dim.
 """
@@ -25,7 +27,7 @@ from heedful.kernels.cdna.tile import apply_mask, fetch_layout, row_offsets
 
 @gluon.constexpr_function
 def products(dtype):
-    """How many products the matrix unit adds up in one instruction."""
+    """How many products the matrix unit sums in one instruction."""
     return 128 // dtype.primitive_bitwidth
 
 
@@ -33,14 +35,14 @@ def products(dtype):
 def _load(
     x, n_block, len_k, LAYOUT: gl.constexpr, IS_MASKED: gl.constexpr, WIDTH: gl.constexpr = 4
 ):
-    """One tile of K or V in registers; keys from len_k on are zeros. x: (base, stride, place in
-    LDS). WIDTH: rows in the order of `stored_keys`; 4 changes nothing."""
+    """One tile of K or V in registers; keys from len_k on are zeros. x: (base, stride, its memory
+    in LDS). WIDTH: rows are in the order of `stored_keys`; 4 changes nothing."""
     base, stride, smem = x
     N: gl.constexpr = smem.shape[0]
     D: gl.constexpr = smem.shape[1]
     rows = stored_keys(gl.arange(0, N, gl.SliceLayout(1, LAYOUT)), WIDTH)
     dims = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    # The tile's base takes the 64-bit part, in scalar registers; offsets never change.
+    # The tile's base takes the 64-bit part, in scalar registers. Offsets never change.
     base += (n_block * N).to(gl.int64) * stride
     offsets = row_offsets(rows, stride, dims)
     if IS_MASKED:
@@ -53,8 +55,8 @@ def _load(
 
 @gluon.constexpr_function
 def mean_loss(dtype):
-    """What `truncated` takes off on average, relatively: half a unit of the last place, over
-    mantissas in [1, 2) whose logarithms are spread evenly."""
+    """The mean relative loss of `truncated`: half a unit of the last place, averaged over mantissas
+    in [1, 2) whose logarithms are spread evenly."""
     if dtype.is_fp8():
         return 0.0
     digits = 7 if dtype == gl.bfloat16 else 10
@@ -63,9 +65,10 @@ def mean_loss(dtype):
 
 @gluon.jit
 def truncated(p_MN, dtype: gl.constexpr):
-    """Probabilities in `dtype`, rounded towards zero: CDNA3 has no conversion to bfloat16, and
-    that is the only one to float16 which packs two. Their bias is met by making them larger by
-    `mean_loss`, at no cost, in the base of the exponents; so alone the largest stays exact."""
+    """Probabilities in `dtype`, rounded towards zero. CDNA3 has no conversion to bfloat16, and only
+    this conversion to float16 packs two numbers. The base of the exponents makes probabilities
+    larger by `mean_loss`, which cancels the bias at no cost. So only the largest probability stays
+    exact."""
     if dtype == gl.bfloat16:
         bits = p_MN.to(gl.uint32, bitcast=True)
         return (bits >> 16).to(gl.uint16).to(gl.bfloat16, bitcast=True)
@@ -75,14 +78,14 @@ def truncated(p_MN, dtype: gl.constexpr):
 
 @gluon.constexpr_function
 def truncation_lift(dtype):
-    """The logarithm of the largest probability before it is truncated."""
+    """log2 of the largest probability before it is truncated."""
     return lift(dtype) + math.log2(1 + mean_loss(dtype))
 
 
 @gluon.jit
 def _key_tiles(work, k, v, next_v_ND, q_MD, last_M, scale_log2, state, IS_MASKED: gl.constexpr):
-    """Works off the key tiles that need a mask, or those before. k, v: as `_load` takes them.
-    next_v_ND: values of the first tile. state: (base, sums, acc) of each row."""
+    """Processes the key tiles that need a mask, or those before. k, v: as in `_load`. next_v_ND:
+    values of the first tile. state: (base, sums, acc) of each row."""
     k_smem, v_smem = k[2], v[2]
     base_M, l_ML, acc_MD = state
     begin = work.full_end if IS_MASKED else work.begin
@@ -97,7 +100,7 @@ def _key_tiles(work, k, v, next_v_ND, q_MD, last_M, scale_log2, state, IS_MASKED
     K_LOAD: gl.constexpr = fetch_layout(D, gl.num_warps(), DTYPE)
     V_LOAD: gl.constexpr = transpose_layout(N, D, DTYPE)
     V_WIDTH: gl.constexpr = values_width(DTYPE)
-    # Of p, a lane holds four consecutive keys at a time: as an operand it stays where it is.
+    # A lane holds four consecutive keys of p at a time, so p stays in its lanes as an operand.
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, MFMA, V_WIDTH)
     V_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MFMA, V_WIDTH)
     K_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MFMA, 128 // DTYPE.primitive_bitwidth)
@@ -132,10 +135,10 @@ def _key_tiles(work, k, v, next_v_ND, q_MD, last_M, scale_log2, state, IS_MASKED
 
 @gluon.constexpr_function
 def transpose_layout(rows, dim, dtype):
-    """Who transposes which part of V: four keys by a few columns a lane."""
+    """Which lane transposes which part of V: four keys by a few columns."""
     if not dtype.is_fp8():
         return gl.BlockedLayout([4, dim // 32], [2, 32], [8, 1], [1, 0])
-    # Sixteen keys by 64 columns a wave, so that its writes meet all banks.
+    # A wave has sixteen keys by 64 columns, so that its writes use all banks.
     lanes = [[4, 0], [8, 0], [0, 4], [0, 8], [0, 16], [0, 32]]
     waves = [[0, d] for d in (64,) if d < dim] + [[n, 0] for n in (16, 32, 64) if n < rows]
     return gl.DistributedLinearLayout(
@@ -145,10 +148,10 @@ def transpose_layout(rows, dim, dtype):
 
 @gluon.constexpr_function
 def keys_layout(rows, dim, dtype):
-    """K in LDS, padded by 16 bytes after each row or, if longer, each 128 bytes, so that as many
-    lanes as fill the 32 banks once, eight at 16 bytes, meet each once: those that write, which
-    follow rows, as those that read down a column. A swizzle would do too, at an address register
-    for every read."""
+    """K in LDS, padded by 16 bytes after each row or, if a row is shorter, after each 128 bytes.
+    The eight lanes whose 16 bytes fill the 32 banks once then use different banks: both lanes that
+    write along rows and lanes that read down a column. A swizzle would do this too, but with an
+    address register for every read."""
     bits = dtype.primitive_bitwidth
     return gl.PaddedSharedLayout.with_identity_for(
         [[max(dim, 1024 // bits), 128 // bits]], [rows, dim], [1, 0]
@@ -157,20 +160,21 @@ def keys_layout(rows, dim, dtype):
 
 @gluon.constexpr_function
 def values_layout(rows, dim, dtype):
-    """V in LDS, transposed; likewise for sixteen lanes at 8 bytes or, fp8, eight at 16."""
+    """V in LDS, transposed and padded likewise: for sixteen lanes of 8 bytes or, in fp8, eight of
+    16."""
     padding = [[rows, 32], [4 * rows, 16]] if dtype.is_fp8() else [[rows, 4]]
     return gl.PaddedSharedLayout.with_identity_for(padding, [rows, dim], [0, 1])
 
 
 @gluon.constexpr_function
 def values_width(dtype):
-    """Keys side by side in an operand of V."""
+    """Adjacent keys in an operand of V."""
     return 16 if dtype.is_fp8() else 4
 
 
 @gluon.jit
 def mainloop(work, k, v, q_MD, last_M, scale_log2, MFMA: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(base, sum, acc) of each row after all key tiles of the work tile; k and v are Rows."""
+    """(base, sum, acc) of each row after all key tiles of the work tile. k and v are Rows."""
     HEAD_DIM: gl.constexpr = q_MD.shape[1]
     DTYPE: gl.constexpr = q_MD.dtype
     K_LOAD: gl.constexpr = fetch_layout(HEAD_DIM, gl.num_warps(), DTYPE)

@@ -1,1 +1,1 @@
-"""Gluon kernels for CDNA4 (gfx950). May import `kernels.cdna`."""
+"""The main loop for CDNA4 (gfx950). May import `kernels.cdna`."""

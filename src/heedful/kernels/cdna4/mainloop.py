@@ -1,14 +1,16 @@
-"""The main loop of CDNA4: two groups of four waves, one a stage behind the other.
+"""The main loop for CDNA4, called by cdna/forward.py: two groups of four waves, one a stage behind
+the other.
 
-An iteration works off one tile of keys in four stages with a barrier after each; while one group
+An iteration processes one tile of keys in four stages, with a barrier after each. While one group
 keeps the matrix units busy, the other reads LDS and computes exponentials. K and V come by loads
-straight to LDS, a tile ahead, each in two buffers; V is read through the transposing LDS loads.
+direct to LDS, one tile ahead, each in two buffers. V is read by transposing LDS loads.
 
-Order of accesses, with t the number of a stage (4 i + stage) and the late group at epoch t + 1:
-K of tile i + 1 is asked for in stage 4 i and first read in epoch 4 i + 4. The late group must have
-waited for its share one barrier earlier, at the latest in epoch 4 i + 3, its stage 4 i + 2: so
-each wave waits for K at the end of stage 2 and, by the same sum, for V at the end of stage 0. One
-younger load is in flight each time. A buffer is asked for again three epochs after its last read.
+The order of accesses, where epoch t is the time of stage t (4 i + stage) of the early group, and
+the late group's stage t is in epoch t + 1: the load of K of tile i + 1 begins in stage 4 i, and it
+is first read in epoch 4 i + 4. The late group must have waited for its share one barrier earlier,
+at the latest in epoch 4 i + 3, its stage 4 i + 2. So each wave waits for K at the end of stage 2
+and, by the same reasoning, for V at the end of stage 0. Each time, one younger load stays in
+flight. A buffer is loaded again three epochs after its last read.
 
 Shapes: M query rows, N key rows of half a tile, D head dim.
 """
@@ -25,7 +27,7 @@ copy = gl.amd.cdna4.async_copy
 
 @gluon.constexpr_function
 def keys_layout(mfma, rows, dim, dtype):
-    """K in LDS, so that a wave's reads meet every bank alike."""
+    """K in LDS, so that a wave's reads use all banks alike."""
     operand = gl.DotOperandLayout(1, mfma, 128 // dtype.primitive_bitwidth)
     padded = gl.amd.cdna4.compute_efficient_padded_shared_layout(operand, [dim, rows], dtype)
     bases = [[row, d] for d, row in padded.offset_bases]
@@ -41,13 +43,13 @@ def values_layout(mfma, rows, dim, dtype):
 
 @gluon.constexpr_function
 def values_width(dtype):
-    """Keys side by side in an operand of V: 8 bytes, what a transposing read gives a lane."""
+    """Adjacent keys in an operand of V: the 8 bytes that a transposing read gives a lane."""
     return 64 // dtype.primitive_bitwidth
 
 
 @gluon.constexpr_function
 def products(dtype):
-    """How many products the matrix unit adds up in one instruction."""
+    """How many products the matrix unit sums in one instruction."""
     return 64 if dtype.is_fp8() else 16
 
 
@@ -55,7 +57,8 @@ def products(dtype):
 def multiply(a, b, c):
     """a b + c."""
     if a.dtype.is_fp8():
-        # Without scales; the only form that takes 64 products, at twice the speed of 16.
+        # This form, here without scales, is the only one that sums 64 products, at twice the speed
+        # of 16.
         return gl.amd.cdna4.mfma_scaled(a, None, "e4m3", b, None, "e4m3", c)
     else:
         return gl.amd.cdna3.mfma(a, b, c)
@@ -63,8 +66,8 @@ def multiply(a, b, c):
 
 @gluon.constexpr_function
 def direct_layout(shared, warps, dtype):
-    """Which lane loads what, for loads straight to LDS: the hardware writes a wave's 64 times 16
-    bytes side by side, so the order in LDS decides."""
+    """Which lane loads what, for loads direct to LDS. The hardware writes a wave's 64 times 16
+    bytes contiguously, so the order in LDS decides."""
     bases = shared.offset_bases
     items = (128 // dtype.primitive_bitwidth).bit_length() - 1
     lanes, waves = items + 6, items + 6 + warps.bit_length() - 1
@@ -75,8 +78,8 @@ def direct_layout(shared, warps, dtype):
 
 @gluon.jit
 def _fetch(x, stage, n_block, len_k, IS_MASKED: gl.constexpr, WIDTH: gl.constexpr = 4):
-    """Asks for one tile of K or V; keys from len_k on become zeros. x: (base, stride, two stages in
-    LDS). WIDTH: rows in the order of `stored_keys`; 4 changes nothing."""
+    """Starts loading one tile of K or V; keys from len_k on become zeros. x: (base, stride, two
+    stages in LDS). WIDTH: rows are in the order of `stored_keys`; 4 changes nothing."""
     base, stride, stages = x
     smem = stages.index(stage)
     N: gl.constexpr = smem.shape[0]
@@ -84,7 +87,7 @@ def _fetch(x, stage, n_block, len_k, IS_MASKED: gl.constexpr, WIDTH: gl.constexp
     LAYOUT: gl.constexpr = direct_layout(smem.type.layout, gl.num_warps(), smem.dtype)
     rows = stored_keys(gl.arange(0, N, gl.SliceLayout(1, LAYOUT)), WIDTH)
     dims = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    # The tile's base takes the 64-bit part, in scalar registers; offsets never change.
+    # The tile's base takes the 64-bit part, in scalar registers. Offsets never change.
     base += (n_block * N).to(gl.int64) * stride
     offsets = row_offsets(rows, stride, dims)
     if IS_MASKED:
@@ -97,8 +100,8 @@ def _fetch(x, stage, n_block, len_k, IS_MASKED: gl.constexpr, WIDTH: gl.constexp
 
 @gluon.jit
 def _key_tiles(work, k, v, q_MD, last_M, scale_log2, state, IS_MASKED: gl.constexpr):
-    """Works off the key tiles that need a mask, or those before. k, v: as `_fetch` takes them.
-    state: (base, sums, acc) of each row."""
+    """Processes the key tiles that need a mask, or those before. k, v: as in `_fetch`. state:
+    (base, sums, acc) of each row."""
     k_smem, v_smem = k[2], v[2]
     base_M, l_ML, acc_MD = state
     begin = work.full_end if IS_MASKED else work.begin
@@ -113,7 +116,7 @@ def _key_tiles(work, k, v, q_MD, last_M, scale_log2, state, IS_MASKED: gl.conste
     V_WIDTH: gl.constexpr = values_width(DTYPE)
     JOINED: gl.constexpr = DTYPE.is_fp8()
     K_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MFMA, 128 // DTYPE.primitive_bitwidth)
-    # Of p, a lane holds four consecutive keys at a time: as an operand it stays where it is.
+    # A lane holds four consecutive keys of p at a time, so p stays in its lanes as an operand.
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, MFMA, V_WIDTH)
     V_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MFMA, V_WIDTH)
     zeros_MN = gl.zeros([M, HALF], gl.float32, MFMA)
@@ -165,7 +168,7 @@ def _key_tiles(work, k, v, q_MD, last_M, scale_log2, state, IS_MASKED: gl.conste
 
 @gluon.jit
 def mainloop(work, k, v, q_MD, last_M, scale_log2, MFMA: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(base, sum, acc) of each row after all key tiles of the work tile; k and v are Rows."""
+    """(base, sum, acc) of each row after all key tiles of the work tile. k and v are Rows."""
     HEAD_DIM: gl.constexpr = q_MD.shape[1]
     DTYPE: gl.constexpr = q_MD.dtype
     K_SHARED: gl.constexpr = keys_layout(MFMA, BLOCK_N, HEAD_DIM, DTYPE)
@@ -182,7 +185,7 @@ def mainloop(work, k, v, q_MD, last_M, scale_log2, MFMA: gl.constexpr, BLOCK_N: 
     state = no_keys(q_MD.shape[0], BLOCK_N // 2, HEAD_DIM, MFMA)
     for masked in gl.static_range(2):
         state = _key_tiles(work, keys, values, q_MD, last_M, scale_log2, state, masked == 1)
-    # What was asked for ahead must not land in the LDS of the next workgroup.
+    # Loads that are still in flight must not land in the LDS of the next workgroup.
     copy.wait_group(0)
     base_M, l_ML, acc_MD = state
     return base_M, total(l_ML, base_M), acc_MD
