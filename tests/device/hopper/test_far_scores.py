@@ -210,3 +210,29 @@ def test_equal_far_scores_in_e4m3_weigh_the_same(score, dim, causal):
             rows = seen.any(1)
             values = v8.to(torch.bfloat16)
             assert_means(out[:, rows], values, seen[rows], fp8)
+
+
+# bfloat16 is scored in base 2, where a maximum of 2^30 is rounded by 2^6: it holds 2^64.
+SLOPES = [(torch.bfloat16, 2.0**20), (torch.float16, 2.0**20), (torch.float16, 2.0**40)]
+
+
+@pytest.mark.parametrize(("dtype", "slope"), SLOPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_a_steep_alibi_leaves_every_row_its_nearest_key(dtype, slope, dim, dropout):
+    """However far the keys are that a row sees first, or the nearest one of more queries than
+    keys is: no probability on the way is infinite."""
+    for size in (*SIZES, (300, 100)):
+        _, k, v = operands(size, dtype, dim)
+        q = torch.zeros(2, size[0], 2, dim, dtype=dtype, device="cuda")
+        slopes = torch.tensor([1.0, 1.37], device="cuda") * slope
+        rows = torch.arange(size[0], device="cuda") + size[1] - size[0]
+        nearest = torch.nn.functional.one_hot(rows.clamp(min=0), size[1]).bool()
+        for causal in (False, True):
+            how: dict[str, Any] = {"alibi_slopes": slopes, "causal": causal}
+            out, lse = called(q, k, v, **how, dropout_p=dropout)
+            assert out.isfinite().all() and not lse.isnan().any()
+            if not dropout:
+                assert_means(out[:, rows >= 0], v, nearest[rows >= 0])
+                if not causal:
+                    assert_means(out, v, nearest)

@@ -35,9 +35,10 @@ class HopperScoreMods(NamedTuple):
     """Score modifiers. Raw scores times scale_log2 are logits in base 2. With softcap, the kernel
     first computes tanh(s scale / softcap), by 2^(s softcap_scale).
 
-    per_unit: raw scores in one unit of the logits, used for ALiBi without a bias. unit: its
-    inverse, used for a bias. longest_q, longest_k: the extents of a bias, where sequences might
-    claim to be longer; else None. alibi: (B, H) slopes. sink: (H,).
+    per_unit: raw scores in one unit of the logits, used for ALiBi on raw scores. unit: its
+    inverse, there where scores turn to natural units: with a bias, and with ALiBi in float16.
+    longest_q, longest_k: the extents of a bias, where sequences might claim to be longer; else
+    None. alibi: (B, H) slopes. sink: (H,).
     """
 
     scale_log2: Num

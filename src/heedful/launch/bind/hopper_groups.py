@@ -79,13 +79,14 @@ def _score_mods(problem: AttentionProblem, buffers: Buffers) -> args.HopperScore
         scale = problem.softcap * log2e
     alibi, has_bias = buffers.get("alibi_slopes"), "bias" in buffers
     unit = problem.softcap if problem.softcap > 0 else problem.scale
+    is_natural = has_bias or (alibi is not None and problem.dtype == "float16")
     # Dense sequences are as long as the bias says.
     may_differ = has_bias and (problem.varlen_q or problem.varlen_k or problem.page_size)
     return args.HopperScoreMods(
         scale_log2=number(scale),
         softcap_scale=number(softcap_scale),
-        per_unit=number(1.0 / unit) if alibi and not has_bias else None,
-        unit=number(unit) if has_bias else None,
+        per_unit=number(1.0 / unit) if alibi and not is_natural else None,
+        unit=number(unit) if is_natural else None,
         alibi=pointer(buffers, "alibi_slopes"),
         stride_alibib=stride(alibi.strides[0]) if alibi else None,
         bias=_bias(buffers),

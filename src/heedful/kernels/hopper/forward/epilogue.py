@@ -194,7 +194,7 @@ def write_rows(outputs, out, coordinates, place):
 @gluon.jit
 def with_sink(m_M, l_M, tile, row, split, params):
     """(maximum, sum, factor of the outputs so far) of rows, with the sink's logit."""
-    IS_NATURAL: gl.constexpr = params.mods.bias.ptr is not None
+    IS_NATURAL: gl.constexpr = params.mods.unit is not None
     layout: gl.constexpr = l_M.type.layout
     factor_M = gl.full(l_M.shape, 1.0, gl.float32, layout)
     if params.mods.sink is not None:
@@ -217,7 +217,7 @@ def with_sink(m_M, l_M, tile, row, split, params):
 def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor):
     """Normalises one consumer's rows, and stores them and their log-sum-exp. v_factor: descale of
     fp8 values."""
-    IS_NATURAL: gl.constexpr = params.mods.bias.ptr is not None
+    IS_NATURAL: gl.constexpr = params.mods.unit is not None
     m_M, l_M, factor_M = with_sink(m_M, l_M, tile, row, split, params)
     # A sum of NaN counts as seen, whatever the maximum is: the result is NaN, not 0.
     seen_M = l_M != 0.0

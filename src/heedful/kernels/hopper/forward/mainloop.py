@@ -123,7 +123,7 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.c
     dtype: gl.constexpr = q.boxes.dtype
     BLOCK_N: gl.constexpr = params.tile.BLOCK_N
     MASKED: gl.constexpr = params.mask.HAS_RIGHT or params.mask.HAS_LEFT
-    IS_NATURAL: gl.constexpr = params.mods.bias.ptr is not None
+    IS_NATURAL: gl.constexpr = params.mods.unit is not None
     # A bias can mask keys, too.
     MASKS_ROWS: gl.constexpr = MASKED or IS_NATURAL
     LIMIT: gl.constexpr = threshold_limit(dtype) * (LN2 if IS_NATURAL else 1.0)

@@ -1,7 +1,9 @@
 """Modifies scores before the softmax: softcap, ALiBi and an additive bias.
 
-Scores are raw until the softmax scales them, so the term of ALiBi is divided by that scale. With a
-bias, scores are in natural units from here on: a bias of -1e30 is then a number like any other.
+Scores are raw until the softmax scales them, so the term of ALiBi is divided by that scale. Where
+`unit` is there, scores are in natural units from here on. A bias needs that: -1e30 is then a number
+like any other. ALiBi in float16 needs it too: far keys have scores so large that their rounded
+maximum, in base 2, leaves probabilities that float16 does not hold.
 
 M query rows, N keys.
 """
@@ -43,7 +45,7 @@ def load_bias(mods, tile, row, col, M: gl.constexpr, N: gl.constexpr, layout: gl
 
 @gluon.jit
 def add_alibi_and_bias(s_MN, bias_MN, mods, tile, row, col):
-    """Raw scores with ALiBi or, if there is a bias, scores in natural units with it. The fused
+    """Scores with ALiBi and a bias: raw or, where `unit` is there, in natural units. The fused
     multiply-adds are explicit, since the compiler does not contract expressions alike in every
     loop."""
     M: gl.constexpr = s_MN.shape[0]
@@ -55,10 +57,12 @@ def add_alibi_and_bias(s_MN, bias_MN, mods, tile, row, col):
         rows_M = gl.arange(0, M, layout=gl.SliceLayout(1, layout))
         distance_MN = key_N.to(gl.float32)[None, :] - rows_M.to(gl.float32)[:, None]
         distance_MN = gl.abs(distance_MN)
-        if mods.bias.ptr is None:
+        if mods.unit is None:
             s_MN = gl.fma(distance_MN, -(slope * mods.per_unit), s_MN)
         else:
-            s_MN = gl.fma(distance_MN, -slope, s_MN * mods.unit) + bias_MN.to(gl.float32)
+            s_MN = gl.fma(distance_MN, -slope, s_MN * mods.unit)
+            if mods.bias.ptr is not None:
+                s_MN = s_MN + bias_MN.to(gl.float32)
     elif mods.bias.ptr is not None:
         s_MN = gl.fma(s_MN, mods.unit, bias_MN.to(gl.float32))
     return s_MN
