@@ -120,8 +120,12 @@ def _sequence_forward(
         s_HMN = s_HMN - (x.alibi_slopes[seq.batch, :, None, None] * distance).to(stored)
     if x.bias is not None:
         full = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-        # A wider bias makes wider scores, as torch promotes them: T may not hold it.
-        s_HMN = s_HMN + x.bias.expand(full)[seq.batch, :, : seq.len_q, : seq.len_k]
+        bias_HMN = x.bias.expand(full)[seq.batch, :, : seq.len_q, : seq.len_k]
+        if bias_HMN.dtype == torch.bool:
+            s_HMN = s_HMN.masked_fill(~bias_HMN, -torch.inf)
+        else:
+            # A wider bias makes wider scores, as torch promotes them: T may not hold it.
+            s_HMN = s_HMN + bias_HMN
     on_host = x._replace(tree_mask=as_numpy(x.tree_mask))
     seen = torch.from_numpy(oracle.visible(problem, on_host, seq)).to(device)
     s_HMN = s_HMN.masked_fill(~seen, -torch.inf)

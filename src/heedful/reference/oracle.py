@@ -196,7 +196,10 @@ def _block(problem: AttentionProblem, x: Operands, seq: Sequence, kv_heads: slic
     if x.bias is not None:
         full = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
         bias = np.broadcast_to(x.bias, full)[seq.batch, heads, : seq.len_q, : seq.len_k]
-        s_HMN = s_HMN + np.asarray(bias, np.float64)
+        if bias.dtype == bool:
+            seen = seen & bias
+        else:
+            s_HMN = s_HMN + np.asarray(bias, np.float64)
     s_HMN = np.where(seen, s_HMN, -np.inf)
     softmax = _softmax(s_HMN, None if x.sink is None else x.sink[heads])
     drop_HMN = 1.0

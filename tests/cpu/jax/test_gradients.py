@@ -24,6 +24,7 @@ CASES = [
         window=[(9, 3)],
     ),
     Case(varlen="qk", batch=3, causal=True, used="qk"),
+    Case(bias="qk", bias_dtype="bool"),
 ]
 
 

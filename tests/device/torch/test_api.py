@@ -36,6 +36,13 @@ CALLS = [
         leftpad_k=[True],
         num_splits=[4],
     ),
+    *variants(
+        Case(dtype="bfloat16", head_dim=64, heads_q=4, bias="bhqk", bias_dtype="bool"),
+        bias=["bhqk", "qk", "bk"],
+        causal=[True],
+        varlen=["qk"],
+        sink=[True],
+    ),
     Case(dtype="bfloat16", tree_mask=True, used="k", seqlen_q=6, lens_k=(50, 6), backward=False),
 ]
 
@@ -81,6 +88,22 @@ def test_a_replayed_graph_computes_what_the_call_computes():
             tensor.copy_(torch.randn_like(tensor))
         graph.replay()
         assert torch.equal(out, heedful.flash_attn_func(q, k, v, causal=True))
+
+
+def test_a_replayed_graph_reads_a_bool_bias_anew():
+    q = randn(2, 65, 4, 64).requires_grad_()
+    mask = torch.rand(65, 65, device="cuda") < 0.7
+    dout = torch.randn_like(q)
+
+    def step():
+        out = heedful.flash_attn_func(q, q, q, bias=mask, deterministic=True)
+        return out, *torch.autograd.grad(out, q, dout)
+
+    graph, results = captured(step)
+    mask.copy_(torch.rand(65, 65, device="cuda") < 0.3)
+    graph.replay()
+    for got, want in zip(results, step(), strict=True):
+        assert torch.equal(got, want)
 
 
 def test_gradients_are_captured_too():

@@ -27,6 +27,7 @@ CASES = [
         dtype=["float16", "float32"],
         head_dim=[128, 256],
     ),
+    Case(dtype="float16", head_dim=64, bias="bqk", bias_dtype="bool", causal=True),
     Case(dtype="float16", head_dim=64, varlen="qk", used="qk", batch=3, causal=True),
     Case(dtype="float16", head_dim=64, varlen="q", page_size=16, used="k", batch=3),
 ]

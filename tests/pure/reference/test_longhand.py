@@ -63,6 +63,8 @@ def draw(seed: int) -> Case:
     if facts["dropout_p"]:
         facts |= {"dropout_origin": sometimes((1, 2**32 - 2, 5, 2**32 - 3))}
         facts |= {"return_probs": sometimes(True)}
+    if facts["bias"]:
+        facts |= {"bias_dtype": sometimes("bool")}
     facts = {name: value for name, value in facts.items() if value is not None}
     return Case(**facts, seed=seed + 1000 * FRESH)
 
@@ -122,7 +124,7 @@ def test_the_oracles_gradients_are_complex_steps_longhand(case):
     for name in ("q", "k", "v", "bias", "sink"):
         grad = getattr(grads, f"d{name}")
         if grad is None:
-            assert name == "bias" and arrays.bias is None or arrays.sink is None
+            assert not case.sink if name == "sink" else not case.bias or case.bias_dtype
             continue
         indices = list(np.ndindex(grad.shape))
         for index in rng.sample(indices, min(5, len(indices))):

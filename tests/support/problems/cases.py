@@ -28,7 +28,8 @@ class Case:
     """What a test asks for, by few words; what is left out is off.
 
     window: as flash-attn's window_size, a third element is `first`. alibi: "", "h" or "bh".
-    bias: the dims that it really has, of "bhqk" ("" = no bias, "k" = a key bias).
+    bias: the dims that it really has, of "bhqk" ("" = no bias, "k" = a key bias); bias_dtype: its
+    own, such as "bool"; others' is that of q.
     varlen: "", "q", "k" or "qk"; used: the same for seqused. layout: one of LAYOUTS, how q, k and v
     lie in memory. v_in_k: v is the first columns of k. kv_dtype: of a quantised cache, with
     kv_group values a scale.
@@ -53,6 +54,7 @@ class Case:
     dropout_origin: tuple[int, int, int, int] = (0, 0, 0, 0)
     alibi: str = ""
     bias: str = ""
+    bias_dtype: str = ""
     sink: bool = False
     tree_mask: bool = False
     varlen: str = ""
@@ -230,7 +232,10 @@ def _score_arrays(case: Case, values: torch.Generator) -> dict:
         full = (case.batch, case.heads_q, case.seqlen_q, case.seqlen_k)
         own = [n if name in case.bias else 1 for n, name in zip(full, "bhqk", strict=True)]
         dtype = "bfloat16" if ITEM_BITS[case.dtype] == 8 else case.dtype
-        made["bias"] = _randn(values, own, dtype).expand(full)
+        if case.bias_dtype == "bool":
+            made["bias"] = (torch.randn(own, generator=values) < 0.5).expand(full)
+        else:
+            made["bias"] = _randn(values, own, case.bias_dtype or dtype).expand(full)
     if case.sink:
         made["sink"] = torch.randn(case.heads_q, generator=values)
     if case.dropout_p:
@@ -308,7 +313,7 @@ def _problem(case: Case, x: Operands) -> AttentionProblem:
         kv_group=case.kv_group,
         kv_shift=case.kv_shift,
         needs_grad=case.backward,
-        bias_grad=case.backward and x.bias is not None,
+        bias_grad=case.backward and x.bias is not None and x.bias.is_floating_point(),
         return_probs=case.return_probs,
         deterministic=case.deterministic,
         num_splits=case.num_splits,

@@ -100,13 +100,15 @@ class Longhand:
     def offset(self, len_q: int, len_k: int) -> int:
         return self.case.shift + (len_k - len_q if self.case.bottom_right else 0)
 
-    def sees(self, b: int, i: int, j: int, len_q: int, len_k: int) -> bool:
+    def sees(self, b: int, h: int, i: int, j: int, len_q: int, len_k: int) -> bool:
         left, right, *first = self.case.window
         right = 0 if self.case.causal else right
         distance = j - i - self.offset(len_q, len_k)
         if right >= 0 and distance > right:
             return False
         if left >= 0 and -distance > left and j >= (first[0] if first else 0):
+            return False
+        if self.case.bias_dtype == "bool" and not self.x["bias"][b][h][i][j]:
             return False
         new = j - (len_k - len_q)
         tree = self.x["tree_mask"]
@@ -120,14 +122,14 @@ class Longhand:
         if self.x["alibi_slopes"] is not None:
             far = abs(i + self.offset(len_q, len_k) - j)
             s -= self.x["alibi_slopes"][b][h] * far
-        if self.x["bias"] is not None:
+        if self.x["bias"] is not None and self.case.bias_dtype != "bool":
             s += self.x["bias"][b][h][i][j]
         return s
 
     def row(self, b: int, h: int, i: int) -> tuple[list, complex | float, dict]:
         """(out, lse, sign-coded probability of each visible key) of one query of one head."""
         (_, len_q), len_k = self.queries(b), self.keys(b)
-        seen = [j for j in range(len_k) if self.sees(b, i, j, len_q, len_k)]
+        seen = [j for j in range(len_k) if self.sees(b, h, i, j, len_q, len_k)]
         terms = {j: cmath.exp(self.score(b, h, i, j, len_q, len_k)) for j in seen}
         sink = self.x["sink"]
         total = sum(terms.values()) + (0 if sink is None else cmath.exp(sink[h]))

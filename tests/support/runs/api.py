@@ -121,7 +121,8 @@ def _leaves(built: Built) -> dict[str, Tensor]:
         if name == "bias":
             own = own_shape(tuple(tensor.shape), tensor.stride())
             tensor = tensor[tuple(slice(0, size) for size in own)]
-        leaves[name] = tensor.detach().requires_grad_(built.dout is not None)
+        has_gradient = built.dout is not None and tensor.is_floating_point()
+        leaves[name] = tensor.detach().requires_grad_(has_gradient)
     return leaves
 
 
@@ -130,8 +131,9 @@ def _gradients(built: Built, leaves: dict[str, Tensor], out: Tensor, lse: Tensor
     if built.dlse is not None:
         outputs.append(lse)
         cotangents.append(built.dlse)
-    grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents)
-    return {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    grads = torch.autograd.grad(outputs, list(wanted.values()), cotangents)
+    return {f"d{name}": grad for name, grad in zip(wanted, grads, strict=True)}
 
 
 def dense_problem(q: Tensor, k: Tensor, v: Tensor, **facts) -> AttentionProblem:

@@ -28,7 +28,8 @@ def results(built: Built, wrap: Callable = jax.jit, **more) -> Results:
 def arrays(built: Built, wrap: Callable = jax.jit, **more) -> dict[str, Any]:
     """As `results`, as JAX's arrays by name."""
     given = {name: as_jax(t) for name, t in built.x._asdict().items() if t is not None}
-    leaves = {name: given.pop(name) for name in LEAVES if name in given}
+    has_gradient = [n for n in LEAVES if n in given and given[n].dtype != bool]
+    leaves = {name: given.pop(name) for name in has_gradient}
     dout, dlse = (None if t is None else as_jax(t) for t in (built.dout, built.dlse))
 
     def run(leaves, rest, dout, dlse):

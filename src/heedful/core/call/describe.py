@@ -333,7 +333,7 @@ def _check_score_operands(x: Operands, sizes: _Sizes) -> None:
     """The arguments that modify scores: bias, ALiBi, sink, tree mask, dropout's seed."""
     batch, heads = sizes.batch, sizes.heads_q
     if x.bias is not None:
-        check_dtype("bias", x.bias.dtype, *FLOATS)
+        check_dtype("bias", x.bias.dtype, *FLOATS, "bool")
         full = (batch, heads, sizes.seqlen_q, sizes.seqlen_k)
         own = x.bias.shape
         fits = len(own) <= 4 and all(

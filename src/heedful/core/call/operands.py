@@ -10,7 +10,8 @@ class Operands(NamedTuple):
     q: (B, Sq, H, D), or (Tq, H, D) where cu_seqlens_q is given.
     k, v: (B, Sk, G, D | E), or (Tk, G, D | E) with cu_seqlens_k, or pages
         (num_pages, page_size, G, D | E) with block_table. The last dim has stride 1.
-    bias: (B, H, Sq, Sk), a stride of 0 where it is broadcast. alibi_slopes: float32 (B, H), a
+    bias: (B, H, Sq, Sk), a stride of 0 where it is broadcast. A caller's may be bool, True where a
+        query sees a key; kernels get numbers. alibi_slopes: float32 (B, H), a
         stride of 0 where it is broadcast. sink: float32 (H,).
     cu_seqlens_q, cu_seqlens_k: int32 (B + 1,). seqused_q, seqused_k: int32 (B,), the lengths used
         of each sequence's storage (k: counted from leftpad_k on).

@@ -22,13 +22,21 @@ def dense_rows(spec: ArraySpec) -> ArraySpec:
 
 def copies(x: Operands) -> tuple[str, ...]:
     """A note for the user about the arrays that are copied."""
-    return tuple(
-        [
-            f"{name} is copied: its last dim has stride {spec.strides[-1]}"
-            for name, spec in zip("qkv", x[:3], strict=True)
-            if not has_dense_rows(spec)
-        ]
-    )
+    notes = [
+        f"{name} is copied: its last dim has stride {spec.strides[-1]}"
+        for name, spec in zip("qkv", x[:3], strict=True)
+        if not has_dense_rows(spec)
+    ]
+    if x.bias is not None and x.bias.dtype == "bool":
+        dtype = mask_dtype(x.q.dtype)
+        notes.append(f"bias is written as {dtype} by a launch of its own: it is bool")
+    return tuple(notes)
+
+
+def mask_dtype(q: str) -> str:
+    """The dtype in which kernels get a bias of bool beside queries of this one: 16 bits, and theirs
+    where that has as many."""
+    return q if item_bytes(q) == 2 else "bfloat16"
 
 
 def storage(q: ArraySpec, k: ArraySpec, v: ArraySpec, out: ArraySpec | None) -> dict[str, bool]:

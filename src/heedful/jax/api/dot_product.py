@@ -76,7 +76,7 @@ def dot_product_attention(
         backend=implementation,
         dropout_origin=WHOLE,
     )
-    x = Operands(q, k, v, bias=_biased(bias, mask, q.dtype))
+    x = Operands(q, k, v, bias=_biased(bias, mask))
     if is_packed:
         x = _packed(x, query_seq_lengths, key_value_seq_lengths)
     results = run(x, options, top_left=True)
@@ -103,14 +103,16 @@ def _window(size: Any) -> tuple[int, int]:
     return (side, side)
 
 
-def _biased(bias: Array | None, mask: Array | None, dtype: Any) -> Array | None:
-    """The bias, -inf where the mask hides."""
+def _biased(bias: Array | None, mask: Array | None) -> Array | None:
+    """The bias, -inf where the mask hides; the mask itself without one."""
     if mask is None:
         return bias
     check_array("mask", mask)
     if dtype_name(mask.dtype) != "bool":
         wrong_type("mask", "a bool array", mask)
-    seen = jnp.zeros((), dtype) if bias is None else jnp.asarray(bias)
+    if bias is None:
+        return mask
+    seen = jnp.asarray(bias)
     with infinite_lse():
         # Dims of 1 in front of the one that has fewer.
         rank = max(mask.ndim, seen.ndim)

@@ -14,10 +14,12 @@ from heedful.core.call.arguments import AttentionCall, Options, argument_name
 from heedful.core.call.describe import check_results, describe
 from heedful.core.call.operands import Gradients, Operands
 from heedful.core.call.problem import AttentionProblem
-from heedful.jax.base.arrays import array_spec, check_array
+from heedful.core.call.storage import mask_dtype
+from heedful.jax.base.arrays import array_spec, check_array, dtype_name
 from heedful.jax.operands.plain import origin_words, plain_flag, plain_options, seed_words
 from heedful.jax.traced import primitives, sharding, symbolic
 from heedful.jax.traced.primitives import Static
+from heedful.jax.traced.registration import infinite_lse
 
 # Names that jax.checkpoint's policies know what the backward wants by.
 OUT_NAME, LSE_NAME = "heedful_out", "heedful_lse"
@@ -92,7 +94,7 @@ def differentiate(
                 f"{name} must have sizes that are known when it is traced, got {array.shape}"
             )
     bias = x.bias
-    bias_grad = plain_flag("bias_grad", bias_grad) and bias is not None
+    bias_grad = plain_flag("bias_grad", bias_grad) and bias is not None and bias.dtype != bool
     problem, x, options, origin = _checked(x, options, seed, (True, bias_grad))
     specs = {name: None if array is None else array_spec(array) for name, array in saved.items()}
     check_results(problem, **specs)
@@ -132,7 +134,12 @@ def adapted(x: Operands) -> Operands:
     """Checked arrays as JAX's, with the dims that kernels know them by: those that repeat stay."""
     x = Operands._make([None if array is None else jnp.asarray(array) for array in x])
     if x.bias is not None:
-        x = x._replace(bias=x.bias.reshape((1,) * (4 - x.bias.ndim) + x.bias.shape))
+        bias = x.bias.reshape((1,) * (4 - x.bias.ndim) + x.bias.shape)
+        if bias.dtype == bool:
+            with infinite_lse():
+                numbers = jnp.array([-jnp.inf, 0.0], mask_dtype(dtype_name(x.q.dtype)))
+                bias = jnp.where(bias, numbers[1], numbers[0])
+        x = x._replace(bias=bias)
     if x.block_table is not None and x.cu_seqlens_k is not None:
         # Pages are found through the table: of cu_seqlens_k only the lengths matter.
         used = x.seqused_k

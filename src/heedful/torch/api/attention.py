@@ -64,7 +64,8 @@ def flash_attn_func(
         deterministic: the gradients are equal bit for bit from run to run; implied by
             torch.use_deterministic_algorithms.
         return_attn_probs: for tests: also return the probabilities, see below.
-        bias: float, broadcastable to (batch, heads_q, seqlen_q, seqlen_k); differentiable.
+        bias: float, broadcastable to (batch, heads_q, seqlen_q, seqlen_k); differentiable. Or bool:
+            True where a query sees a key. A call makes it a bias of 16 bits, in memory of its own.
         sink: float32 (heads_q,), a logit that takes part in every softmax without a value
             (gpt-oss); differentiable.
         return_lse: also return the log-sum-exp of the scores.

@@ -67,11 +67,11 @@ def attention_backward(
         cu_seqlens_q: says that sequences are packed; cu_seqlens_k, max_seqlen_q, max_seqlen_k,
             block_table, seqused_q and seqused_k come with it alone.
         dropout_seed: needed where dropout_p > 0: the seed that the call had.
-        bias_grad: whether the gradient of a bias is computed.
+        bias_grad: whether the gradient of a bias is computed; one of bool has none.
 
     Returns:
         A named tuple (dq, dk, dv, dbias, dsink), each in the shape and dtype of its input; dbias
-        and dsink are None where there is no bias or sink, dbias also without bias_grad.
+        and dsink are None where there is no such bias or sink, dbias also without bias_grad.
 
     Raises:
         TypeError, ValueError: naming the argument, before anything is launched.

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from heedful.core.call.operands import Operands
+from heedful.core.call.operands import Operands, own_shape
 from heedful.core.call.problem import AttentionProblem
-from heedful.core.call.storage import are_mappable
+from heedful.core.call.storage import are_mappable, mask_dtype
 from heedful.torch.base.forked import on_own_thread
 from heedful.torch.operands.checks import FLOATS
 
@@ -41,6 +41,8 @@ def adaptations(x: Operands, problem: AttentionProblem) -> tuple[Step, ...]:
     ]
     if x.block_table is not None and x.cu_seqlens_q is not None:
         steps.append(_lengths_of_pages)
+    if x.bias is not None and x.bias.dtype == torch.bool:
+        steps.append(_number_bias(getattr(torch, mask_dtype(problem.dtype))))
     if x.bias is not None and problem.bias_grad and _is_expanded(x.bias):
         # Each element of a bias that came expanded has a gradient of its own.
         steps.append(_copy(_INDEX["bias"]))
@@ -79,6 +81,24 @@ def _expand(index: int, shape: tuple) -> Step:
         fields[index] = fields[index].expand(shape)
 
     return step
+
+
+def _number_bias(dtype: torch.dtype) -> Step:
+    def step(fields: list) -> None:
+        bias = fields[_INDEX["bias"]]
+        own = bias[tuple([slice(size) for size in own_shape(bias.shape, bias.stride())])]
+        fields[_INDEX["bias"]] = on_own_thread(_numbers, own, dtype).expand(bias.shape)
+
+    return step
+
+
+def _numbers(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where True, else -inf."""
+    made = seen.new_empty(seen.shape, dtype=dtype)
+    if seen.device.type == "cpu":
+        # The logarithm would be computed in memory of float32.
+        return made.fill_(-torch.inf).masked_fill_(seen, 0.0)
+    return torch.log(seen, out=made)
 
 
 def _reshape_seed(fields: list) -> None:

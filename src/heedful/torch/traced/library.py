@@ -139,7 +139,7 @@ def differentiate(
     check_tensors(x, options)
     device = x.q.device
     given, seed = plain_options(options), plain_seed(seed, device)
-    bias_grad = plain_flag("bias_grad", bias_grad) and x.bias is not None
+    bias_grad = plain_flag("bias_grad", bias_grad) and _has_gradient(x.bias)
     for name, tensor in zip(_SAVED, saved, strict=True):
         if tensor is not None or name != "dlse":
             check_tensor(name, tensor, device)
@@ -163,6 +163,10 @@ def differentiate(
     args = (*saved, *x, *given, bias_grad, True)
     dq, dk, dv, dbias, dsink = torch.ops.heedful.attention_v2_backward.default(*args)
     return Gradients(dq, dk, dv, dbias if bias_grad else None, None if x.sink is None else dsink)
+
+
+def _has_gradient(bias: Tensor | None) -> bool:
+    return bias is not None and bias.is_floating_point()
 
 
 # The arguments of a backward before the operands.

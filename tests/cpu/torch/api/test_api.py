@@ -9,10 +9,11 @@ from hypothesis import given, settings
 import heedful.torch as heedful
 from heedful.core.call.operands import Operands
 from heedful.core.call.problem import NO_SCALE
+from heedful.torch.eager import calls
 from support.problems.budget import check
 from support.problems.cases import Case, build, variants
 from support.problems.strategies import cases
-from support.runs.api import assert_agrees, dense_problem, results
+from support.runs.api import assert_agrees, compiled, dense_problem, results
 
 DENSE = [
     Case(),
@@ -42,6 +43,14 @@ DENSE = [
     Case(dropout_p=0.25, return_probs=True, causal=True, backward=False),
     Case(bias="hqk", sink=True, alibi="h", softcap=3.0, dropout_p=0.2, causal=True, heads_q=4),
     Case(seqlen_q=70, seqlen_k=20, causal=True),
+    *variants(
+        Case(bias="bhqk", bias_dtype="bool", causal=True, heads_q=4, sink=True),
+        bias=["bhqk", "bqk", "qk", "bk", "q"],
+        dtype=["float16", "bfloat16"],
+        sink=[False],
+        seqlen_k=[0],
+    ),
+    Case(bias="qk", bias_dtype="bfloat16"),
 ]
 VARLEN = [
     Case(varlen="qk", batch=3),
@@ -67,6 +76,7 @@ VARLEN = [
     Case(varlen="q", page_size=64, used="qk", causal=True, backward=False, batch=3),
     Case(varlen="qk", page_size=4, causal=True, heads_q=4, batch=3),
     Case(varlen="q", page_size=7, used="k", batch=3, sink=True, bias="bhqk"),
+    Case(varlen="qk", batch=3, bias="bqk", bias_dtype="bool", dropout_p=0.3, used="qk"),
 ]
 
 
@@ -115,12 +125,13 @@ def test_any_of_many_calls_agrees_with_the_oracle(case):
     check(built, results(built))
 
 
-def test_a_bool_mask_is_a_bias_of_minus_infinity():
+@pytest.mark.parametrize("is_bool", [True, False])
+def test_a_bool_mask_is_a_bias_of_minus_infinity(is_bool):
     """A row of nothing but -inf sees no key."""
     q, k, v = (torch.randn(1, 4, 2, 8, requires_grad=True) for _ in range(3))
     mask = torch.rand(4, 4) < 0.5
     mask[2] = False
-    bias = torch.zeros(4, 4).masked_fill(~mask, -torch.inf)
+    bias = mask if is_bool else torch.zeros(4, 4).masked_fill(~mask, -torch.inf)
     out, lse = heedful.flash_attn_func(q, k, v, bias=bias, return_lse=True)
     x = Operands(q.detach(), k.detach(), v.detach(), bias.expand(1, 2, 4, 4))
     assert_agrees(out.detach(), dense_problem(*x[:3], bias=True), x, lse.detach())
@@ -170,6 +181,43 @@ def test_a_loss_of_the_lse_alone_has_gradients():
     out, lse = heedful.flash_attn_func(q, k, v, causal=True, return_lse=True)
     both = torch.autograd.grad((out, lse), (q, k), (torch.zeros_like(out), built.dlse))
     assert all(torch.equal(a, b) for a, b in zip(alone, both, strict=True))
+
+
+def test_a_bool_bias_is_saved_as_it_is_and_takes_16_bits_in_a_call(monkeypatch):
+    """Layers that share a mask save one, and no call makes a mask of float32."""
+    seen = []
+    adapted = calls.adapt
+    monkeypatch.setattr(calls, "adapt", lambda *a: seen.append(adapted(*a)) or seen[-1])
+    q = torch.randn(2, 8, 4, 16, requires_grad=True)
+    mask = (torch.rand(1, 1, 8, 8) < 0.7).expand(2, 1, 8, 8)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        heedful.flash_attn_func(q, q, q, bias=mask).sum().backward()
+    assert [t.data_ptr() for t in saved if t.dtype == torch.bool] == [mask.data_ptr()]
+    made = seen[-1].bias
+    assert made.dtype == torch.bfloat16 and made.shape == (2, 4, 8, 8)
+    assert made.untyped_storage().nbytes() == 2 * 8 * 8
+
+
+def test_a_bias_of_bool_and_one_of_numbers_are_told_apart():
+    q = torch.randn(2, 8, 4, 16)
+    ones = torch.ones(8, 8)
+    ones[:, 3:] = 0
+    both = [heedful.flash_attn_func(q, q, q, bias=bias) for bias in (ones, ones.bool()) * 2]
+    assert torch.equal(both[0], both[2]) and torch.equal(both[1], both[3])
+    whole = heedful.flash_attn_func(q, q[:, :3], q[:, :3])
+    torch.testing.assert_close(both[1], whole)
+
+
+def test_a_compiled_call_takes_a_bool_bias_and_its_gradients_are_the_eager_ones():
+    q = torch.randn(2, 8, 4, 16, requires_grad=True)
+    mask = torch.rand(8, 8) < 0.7
+
+    def loss(q, mask):
+        return heedful.flash_attn_func(q, q, q, bias=mask).square().sum()
+
+    grads = [torch.autograd.grad(f(q, mask), q)[0] for f in (compiled(loss), loss)]
+    assert torch.equal(*grads)
 
 
 def test_a_bias_that_came_expanded_gets_a_gradient_for_each_of_its_elements():

@@ -230,7 +230,7 @@ BAD = [
     (dense, {"bias": torch.randn(3, 7)}, "bias", ValueError),
     (dense, {"bias": torch.randn(3, 4, 5, 7)}, "bias", ValueError),
     (dense, {"bias": torch.randn(1, 2, 4, 5, 7)}, "bias", ValueError),
-    (dense, {"bias": torch.ones(5, 7, dtype=torch.bool)}, "bias", TypeError),
+    (dense, {"bias": torch.ones(5, 7, dtype=torch.uint8)}, "bias", TypeError),
     (dense, {"bias": torch.randn(5, 7).double()}, "bias", TypeError),
     (dense, {"sink": torch.randn(2)}, "sink", ValueError),
     (dense, {"sink": torch.randn(4).bfloat16()}, "sink", TypeError),

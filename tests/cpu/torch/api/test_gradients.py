@@ -41,6 +41,7 @@ PACKED = [
         lens_k=[(0, 53, 1)],
     ),
     Case(varlen="q", page_size=7, used="k", batch=3),
+    Case(varlen="qk", batch=3, bias="bqk", bias_dtype="bool"),
 ]
 
 
@@ -49,7 +50,8 @@ def test_the_gradients_are_the_oracles(case):
     built = build(case)
     got = results(built)
     check(built, got)
-    assert (got.dbias is None, got.dsink is None) == (not case.bias, not case.sink)
+    has_dbias = bool(case.bias) and not case.bias_dtype
+    assert (got.dbias is not None, got.dsink is not None) == (has_dbias, case.sink)
 
 
 @pytest.mark.parametrize("case", [*DENSE[:3], *PACKED[:2]], ids=str)

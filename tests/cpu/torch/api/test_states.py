@@ -152,6 +152,12 @@ def test_explain_says_which_tensors_are_copied():
     assert "note      q is copied: its last dim has stride 2" in text
 
 
+def test_explain_says_that_a_mask_is_written_as_numbers():
+    q = torch.randn(1, 4, 2, 8)
+    said = heedful.explain(heedful.flash_attn_func, q, q, q, bias=torch.ones(4, 4).bool())
+    assert "bias is written as bfloat16 by a launch of its own: it is bool" in said
+
+
 @pytest.mark.parametrize(("gap", "stays"), [(0, False), (32, False), (8, True)])
 def test_explain_says_which_caches_begin_between_two_rows(gap, stays):
     """Rows of 16 elements, 6 of them in a batch entry, and a gap behind each entry."""

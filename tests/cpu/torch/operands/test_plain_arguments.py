@@ -290,7 +290,8 @@ def passed_on(request, monkeypatch):
 
     for module in (api, kvcache):
         monkeypatch.setattr(module, "needs_dispatcher", lambda *_: request.param)
-    monkeypatch.setattr(api, "attend", noted("eager"))
+    # What runs the call through the dispatcher comes last.
+    monkeypatch.setattr(api, "attend", lambda *given: noted("eager")(*given[:7]))
     monkeypatch.setattr(library, "attend", noted("dispatched"))
     # What its likeness is known by comes last.
     monkeypatch.setattr(kvcache, "_eager", lambda *given: noted("eager")(*given[:4]))
