@@ -476,35 +476,6 @@ def test_a_process_without_triton_has_the_kernels_and_the_cache_of_its_workers(a
     assert made.endswith(cache_key(CALL, "sm_90"))
 
 
-LIMITED = """
-import resource
-before = resource.getrlimit(resource.RLIMIT_{name})
-resource.setrlimit(resource.RLIMIT_{name}, ({value}, before[1]))
-try:
-    compiler.compile_now(CALL, "sm_90")
-except RuntimeError as error:
-    print(error)
-resource.setrlimit(resource.RLIMIT_{name}, before)
-print(compiler.compile_now(CALL, "sm_90").symbol)
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        SLOW("AS", 100 << 20, "no worker process could be started"),
-        ("FSIZE", 4000, "File too large.*TMPDIR"),
-        SLOW("NOFILE", 6, "Too many open files"),
-    ],
-)
-def test_limits_of_the_system_are_errors_that_say_what_helps(tmp_path, name, value, says):
-    """No more memory, no more room, no more files."""
-    code = LIMITED.format(name=name, value=value)
-    said = parent(code, tmp_path).communicate(timeout=120)[0]
-    assert re.search(says, said) and said.endswith("clear_unused\n"), said
-    assert not list(tmp_path.glob("heedful-worker-*"))
-
-
 @pytest.mark.slow
 def test_a_home_that_cannot_be_written_is_not_asked_for(tmp_path):
     code = 'print(compiler.compile_now(CALL, "sm_90").symbol)'

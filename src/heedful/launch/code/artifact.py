@@ -1,6 +1,7 @@
 """A compiled kernel as plain data: what any launcher needs, ours or a foreign one."""
 
 from dataclasses import dataclass, field
+from errno import EACCES, EAGAIN, ENOMEM, EPERM
 
 # Bytes and alignment of kernel parameters by Triton type.
 _SIZES = {"i1": 1, "i8": 1, "u8": 1, "i32": 4, "fp32": 4, "i64": 8}
@@ -10,8 +11,33 @@ TENSOR_MAP_BYTES, TENSOR_MAP_ALIGN = 128, 64
 PARAMETER_BASE = {"cuda:90": 0x210}
 
 
+MEMORY_HELPS = (
+    "where memory is short, give this machine or container more, or let fewer kernels compile at"
+    " once (HEEDFUL_WORKERS)"
+)
+PACKS_HELP = "a pack of `heedful prebuild` (HEEDFUL_PACK) needs no compiler"
+_PROCESSES_HELP = (
+    "the compiler runs an assembler: where a filter of system calls or a limit of processes denies"
+    f" it that, allow more; {PACKS_HELP}"
+)
+
+
 class CompileError(RuntimeError):
     """A kernel did not compile; carries the compiler's own words."""
+
+
+def remedy(error: BaseException | None, files: str = "") -> str:
+    """What helps against a fault of the machine that stopped a compiler, "" where it is another
+    fault. files: what helps where the fault is that of a file."""
+    if isinstance(error, MemoryError):
+        return f": {MEMORY_HELPS}"
+    if not isinstance(error, OSError):
+        return ""
+    if error.errno == ENOMEM:
+        return f": {MEMORY_HELPS}"
+    if error.filename is None and error.errno in (EPERM, EACCES, EAGAIN):
+        return f": {_PROCESSES_HELP}"
+    return files and f": {files}"
 
 
 @dataclass(frozen=True, slots=True)

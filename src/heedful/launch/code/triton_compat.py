@@ -19,7 +19,14 @@ from triton.compiler import ASTSource
 
 from heedful.core.base.device import vendor_of
 from heedful.core.base.installed import assembler_version
-from heedful.launch.code.artifact import PARAMETER_BASE, Artifact, CompileError, lay_out, size_of
+from heedful.launch.code.artifact import (
+    PARAMETER_BASE,
+    Artifact,
+    CompileError,
+    lay_out,
+    remedy,
+    size_of,
+)
 from heedful.launch.program.spec import (
     Argument,
     KernelCall,
@@ -110,7 +117,8 @@ def compile_kernel(call: KernelCall, arch: str):
     try:
         return triton.compile(src, target=target, options=options)
     except Exception as error:
-        raise CompileError(f"{call.kernel.function} for {arch}: {error}") from error
+        words = f"{call.kernel.function} for {arch}: {error}{remedy(error)}"
+        raise CompileError(words) from error
     finally:
         _let_go_at_exit()
 

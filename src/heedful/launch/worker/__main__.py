@@ -11,11 +11,15 @@ import tempfile
 import threading
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from heedful.launch.code import store
+from heedful.launch.code.artifact import remedy
 from heedful.launch.code.identity import cache_key, toolchain
 from heedful.launch.worker.channel import BYE, CALL, ERROR, HELLO, KERNEL, receive, send
 from heedful.launch.worker.codec import decode
+
+_FILES_HELP = "the compiler's files lie in the system's temporary folder, or in that of TMPDIR"
 
 
 def serve(channel: socket.socket, idle_seconds: float) -> None:
@@ -66,15 +70,11 @@ def _prefer_to_be_killed() -> None:
         file.write("500")
 
 
-def _reported(error: Exception) -> dict[str, str]:
-    """The error in words, and of which kind it is: the machine's, or the compiler's."""
-    causes: list[BaseException | None] = [error, error.__cause__]
-    kind = "compiler"
-    if any(isinstance(cause, MemoryError) for cause in causes):
-        kind = "memory"
-    elif any(isinstance(cause, OSError) for cause in causes):
-        kind = "files"
-    return {"kind": kind, "text": str(error) or repr(error)}
+def _reported(error: Exception) -> dict[str, Any]:
+    """The error in words with what helps, and whether it is the machine's or the compiler's."""
+    text = str(error) or repr(error)
+    helps = remedy(error, _FILES_HELP) or remedy(error.__cause__, _FILES_HELP)
+    return {"text": text if text.endswith(helps) else text + helps, "machine": helps != ""}
 
 
 if __name__ == "__main__":

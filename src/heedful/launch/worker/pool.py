@@ -12,7 +12,7 @@ from pathlib import Path
 from heedful.core.base import installed, settings
 from heedful.core.base.forks import new_lock
 from heedful.core.base.installed import Compiler
-from heedful.launch.code.artifact import Artifact
+from heedful.launch.code.artifact import Artifact, CompileError
 from heedful.launch.code.cache import PATIENCE_SECONDS
 from heedful.launch.code.folder import Folder
 from heedful.launch.code.identity import toolchain
@@ -35,7 +35,10 @@ def compile_artifact(call: KernelCall, arch: str) -> Artifact:
     assert chosen is not None
     with _turn():
         while True:
-            worker = _taken(chosen)
+            try:
+                worker = _taken(chosen)
+            except CompileError as error:
+                raise CompileError(f"{call.kernel.function} for {arch}: {error}") from None
             try:
                 made = worker.compile(call, arch)
             except Ended:

@@ -17,7 +17,7 @@ import heedful
 from heedful.core.base import settings
 from heedful.core.base.installed import Compiler
 from heedful.launch.code import store
-from heedful.launch.code.artifact import Artifact, CompileError
+from heedful.launch.code.artifact import MEMORY_HELPS, PACKS_HELP, Artifact, CompileError
 from heedful.launch.code.folder import Folder
 from heedful.launch.code.identity import cache_key, told, toolchain
 from heedful.launch.program.spec import KernelCall
@@ -31,15 +31,8 @@ _MOST_WORDS = 4000
 # A worker that has nothing to do holds a few hundred MiB.
 IDLE_SECONDS = 120.0
 _HERE = f"HEEDFUL_TRITON={settings.PROCESS} compiles in this process"
-_MEMORY = (
-    "where memory is short, give this machine or container more, or let fewer kernels compile at"
-    " once (HEEDFUL_WORKERS)"
-)
-_REMEDIES = {
-    "compiler": "",
-    "memory": f": {_MEMORY}",
-    "files": ": the compiler's files lie in the system's temporary folder, or in that of TMPDIR",
-}
+_BY_SIGNAL = {"SIGKILL": MEMORY_HELPS, "SIGABRT": MEMORY_HELPS}
+_BY_SIGNAL |= {"SIGSYS": f"a filter of system calls forbids what it does; {PACKS_HELP}"}
 
 # All that run, for a forked child to let go of.
 _running: "WeakSet[Worker]" = WeakSet()
@@ -70,15 +63,24 @@ class Worker:
                 self._process = self._start(theirs)
             self._greet(self._channel)
         except BaseException as error:
-            words = self._last_words()
+            text = self._why_not(error)
             self.end()
             if not isinstance(error, OSError | EOFError):
                 raise
-            text = "it took too long" if isinstance(error, TimeoutError) else f"{error}{words}"
             raise CompileError(
                 f"no worker process could be started with {compiler.words()}: {text}; `heedful"
-                f" toolchain list` shows others, {_HERE}"
+                f" toolchain list` shows others, {_HERE}, {PACKS_HELP}"
             ) from None
+
+    def _why_not(self, error: BaseException) -> str:
+        """Why the process was not started; a signal that ended it tells more than an error here."""
+        if isinstance(error, TimeoutError):
+            return "it took too long"
+        if isinstance(error, EOFError | ConnectionError) and self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                if self._process.wait(10) < 0:
+                    return f"it {self._fate()}"
+        return f"{error}{self._last_words()}"
 
     def _start(self, theirs: socket.socket) -> subprocess.Popen:
         if not sys.executable:
@@ -109,7 +111,7 @@ class Worker:
     def _greet(self, channel: socket.socket) -> None:
         kind, data = receive(channel, self._deadline())
         if kind != HELLO or data.decode() != self.toolchain:
-            raise EOFError(f"it found {data.decode()!r}, wanted {self.toolchain!r}")
+            raise OSError(f"it found {data.decode()!r}, wanted {self.toolchain!r}")
 
     def _deadline(self) -> float:
         return time.monotonic() + settings.get("compile_seconds")
@@ -145,10 +147,10 @@ class Worker:
                 self.end()
         if kind == ERROR:
             facts = json.loads(data)
-            if facts["kind"] != "compiler":
+            if facts["machine"]:
                 # The next one may have other limits.
                 self.end()
-            raise CompileError(f"{_named(name, facts['text'])}{_REMEDIES[facts['kind']]}")
+            raise CompileError(_named(name, facts["text"]))
         assert kind == KERNEL
         try:
             return store.parse(cache_key(call, arch), data)
@@ -168,8 +170,7 @@ class Worker:
         if code >= 0:
             return f"ended with {code}{self._last_words()}; {_HERE}"
         killed = signal.Signals(-code).name
-        helps = _MEMORY if killed in ("SIGKILL", "SIGABRT") else _HERE
-        return f"was ended by {killed}{self._last_words()}; {helps}"
+        return f"was ended by {killed}{self._last_words()}; {_BY_SIGNAL.get(killed, _HERE)}"
 
     def _last_words(self) -> str:
         try:
