@@ -160,7 +160,7 @@ def test_without_pip_uv_installs_and_without_both_that_is_said(home, pip, tmp_pa
     (tools / "uv").write_text(f'#!/bin/sh\nshift\nexec {sys.executable} -m pip "$@"\n')
     (tools / "uv").chmod(0o755)
     assert heed("install", VERSION)[0] == 0
-    assert log.read_text().startswith(f"install --python {sys.executable} --no-deps ")
+    assert log.read_text().startswith(f"install --python {sys.executable} --compile-bytecode ")
 
 
 @pytest.mark.parametrize(

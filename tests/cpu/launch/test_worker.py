@@ -152,6 +152,8 @@ def test_a_worker_has_none_of_the_callers_environment_but_what_compilers_are_tol
     text = Path(f"/proc/{own.pid}/environ").read_bytes().decode()
     given = dict(line.split("=", 1) for line in text.split("\0") if line)
     assert given.pop("TRITON_F32_DEFAULT") == "ieee"
+    # What it would write beside its sources may be cut short there.
+    assert b"-B" in Path(f"/proc/{own.pid}/cmdline").read_bytes().split(b"\0")
     assert {given[name] for name in ("TMPDIR", "TRITON_CACHE_DIR", "TRITON_HOME")} == {
         str(worker()._scratch)
     }
@@ -346,7 +348,7 @@ def parent(code: str, folder: Path, **variables: str) -> subprocess.Popen:
     paths = [str(SOURCES), str(Path(__file__).parents[2]), *filter(None, sys.path)]
     return subprocess.Popen(
         [sys.executable, "-c", _PARENT, code, os.pathsep.join(paths)],
-        env={**os.environ, "TMPDIR": str(folder), **variables},
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder), **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

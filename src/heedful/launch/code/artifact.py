@@ -27,8 +27,8 @@ class CompileError(RuntimeError):
 
 
 def remedy(error: BaseException | None, files: str = "") -> str:
-    """What helps against a fault of the machine that stopped a compiler, "" where it is another
-    fault. files: what helps where the fault is that of a file."""
+    """Advice against a fault of the machine that stopped a compiler; "" where it is another fault.
+    files: the advice where the fault is that of a file."""
     if isinstance(error, MemoryError):
         return f": {MEMORY_HELPS}"
     if not isinstance(error, OSError):

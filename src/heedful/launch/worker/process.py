@@ -87,7 +87,8 @@ class Worker:
             raise OSError("this program has no Python of its own to start (sys.executable)")
         # Neither the current folder, nor the user's or the environment's packages are on its path.
         own = str(Path(heedful.__file__).parents[1])
-        command = [sys.executable, "-P", "-s", "-S", "-m", "heedful.launch.worker"]
+        # Bytecode that limits cut short would stay in the package.
+        command = [sys.executable, "-B", "-P", "-s", "-S", "-m", "heedful.launch.worker"]
         assert self._scratch is not None
         with open(self._scratch / "said", "wb") as said:
             return subprocess.Popen(

@@ -89,7 +89,8 @@ def _installer(is_offline: bool) -> list[str]:
     uv = shutil.which("uv")
     if uv is None:
         raise RuntimeError("neither pip nor uv is here: python -m ensurepip brings pip")
-    return [uv, "pip", "install", "--python", sys.executable, *options]
+    compiled = "--compile-bytecode"  # as pip does: workers write none
+    return [uv, "pip", "install", "--python", sys.executable, compiled, *options]
 
 
 def named(version: str | None) -> Compiler:
