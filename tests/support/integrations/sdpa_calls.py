@@ -162,17 +162,24 @@ def check(
 
     function: what calls torch's attention with the arguments; by default that alone does.
     """
+    with sdpa() as report:
+        judge(call, device, dtype, dim, function or call_torch)
+    assert dict(report.ours) == {NAME: 1} and not report.declined, str(report)
+
+
+def judge(call: SdpaCall, device: str, dtype: torch.dtype, dim: int, function: Any) -> None:
+    """AssertionError unless a function of torch's arguments is within the budget of the call,
+    gradients too. It is called once."""
     wrong: list[str] = []
     worst: dict[str, Error] = {}
     got: dict[str, Any] = {}
+    want: dict[str, Any] = {}
     for draw in range(DRAWS):
         given = call.draw(device, dtype, draw, dim)
         dout = torch.randn_like(plain(**given).detach())
         exact = results(plain, as_double(given), dout)
         if not draw:
-            with sdpa() as report:
-                got, want = results(function or call_torch, given, dout), exact
-            assert dict(report.ours) == {NAME: 1} and not report.declined, str(report)
+            got, want = results(function, given, dout), exact
         for name, twin in results(plain, given, dout).items():
             error = Error.between(twin, exact[name])
             worst[name] = error.worst(worst.get(name, error))

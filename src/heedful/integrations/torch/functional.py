@@ -6,7 +6,6 @@ of the other here; heads are broadcast where that is cheaper than to expand them
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import inf
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -136,7 +135,7 @@ def translated(q, k, v, mask, dropout_p, is_causal, enable_gqa) -> Any:
     if mask is not None:
         if not _fits(mask.shape, (*lead, q.shape[-2], k.shape[-2])):
             return "attn_mask does not broadcast to the scores"
-        bias = _bias(mask, q4, lead)
+        bias = _bias(mask, lead)
     window = None
     rows, keys = q4.shape[2], k4.shape[2]
     if causal and not bottom_right and rows != keys:
@@ -227,14 +226,8 @@ def _fits(shape: Sequence[int], full: Sequence[int]) -> bool:
     return all([n in (1, whole) for n, whole in pairs])
 
 
-def _bias(mask: Tensor, q: Tensor, lead: Sequence[int]) -> Tensor:
-    """A mask that broadcasts to (*lead, rows, keys), as an additive bias of four dims at most."""
-    if mask.dtype == torch.bool:
-        dtype = q.dtype
-        if torch.is_autocast_enabled(q.device.type):
-            dtype = torch.get_autocast_dtype(q.device.type)
-        zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-        mask = zeros.masked_fill(~mask, -inf)
+def _bias(mask: Tensor, lead: Sequence[int]) -> Tensor:
+    """A mask that broadcasts to (*lead, rows, keys), in four dims at most."""
     if mask.dim() <= 4:
         return mask
     if any([n != 1 for n in mask.shape[:-3]]):

@@ -1,0 +1,110 @@
+"""Torch's operators of attention by heedful, for the process: `activate` and `restore`."""
+
+import warnings
+from threading import RLock
+from typing import Any
+
+import torch
+from torch.library import Library
+from torch.nn import attention
+
+from heedful.integrations.torch.aten import WITH_MASKS, Kernels
+from heedful.integrations.torch.report import Report
+
+# The name of the implementation in torch's registry; it has no other use.
+NAME = "heedful"
+# Held by whoever changes what is active. Torch's registry calls back.
+_lock = RLock()
+_active: "Handle | None" = None
+
+
+class Handle:
+    """Kernels that the dispatcher has, until `remove`: what torch's registry keeps."""
+
+    def __init__(self, library: Library, report: Report):
+        self.library: Library | None = library
+        self.report = report
+
+    def remove(self) -> None:
+        """Gives torch's operators back their own kernels."""
+        global _active
+        with _lock:
+            # Torch forgets what a library registered when nobody holds it.
+            self.library = None
+            if _active is self:
+                _active = None
+
+
+def activate() -> Report:
+    """Has heedful run torch's attention on CUDA tensors, everywhere in this process.
+
+    That is what `F.scaled_dot_product_attention` gives to FlashAttention or to cuDNN, and
+    `torch.nn.attention.varlen.varlen_attn`. Which of its kernels a call gets is torch's choice as
+    before: cuDNN's calls with a mask, and all calls of its memory-efficient and its plain
+    attention stay torch's. Does nothing if heedful is active. In torch's registry of flash
+    attention the name is "heedful"; another implementation that is active is restored first.
+
+    Returns:
+        A Report that counts calls by operator, and the reasons of calls that were handed back.
+
+    Raises:
+        RuntimeError: where torch sees no GPU. `sdpa` works on a CPU, too.
+    """
+    with _lock:
+        if _active is None:
+            if not torch.cuda.is_available():
+                built = "none" if torch.version.cuda is None else torch.version.cuda
+                raise RuntimeError(
+                    "heedful.integrations.torch.activate wants a GPU that torch can use, got"
+                    " torch.cuda.is_available() False (torch"
+                    f" {torch.__version__}, CUDA {built}); sdpa() runs on a CPU, too"
+                )
+            _activate()
+        assert _active is not None
+        return _active.report
+
+
+def restore() -> None:
+    """Gives torch its own attention back. Does nothing if heedful is not active.
+
+    Call it after the backward of what ran while heedful was active: torch's kernels would drop
+    other probabilities.
+    """
+    with _lock:
+        if _active is None:
+            return
+        if attention.current_flash_attention_impl() == NAME:
+            attention.restore_flash_attention_impl()
+        else:
+            _active.remove()
+
+
+def _activate(key: str = "CUDA") -> None:
+    """key: the dispatch key of the tensors that heedful runs."""
+    attention.register_flash_attention_impl(NAME, register_fn=lambda: register(key))
+    attention.activate_flash_attention_impl(NAME)
+
+
+def register(key: str = "CUDA") -> Handle:
+    """Gives heedful's kernels to the dispatcher."""
+    global _active
+    with _lock:
+        report = Report()
+        torchs = {name: kernel for name in WITH_MASKS if (kernel := _torchs(name, key)) is not None}
+        library = Library("aten", "IMPL", key)
+        with warnings.catch_warnings():
+            # That it has another kernel now is what was asked for.
+            warnings.filterwarnings("ignore", "[\\s\\S]*[Oo]verriding a previously registered")
+            for name, kernel in Kernels(report, torchs).by_operator().items():
+                if hasattr(torch.ops.aten, name):
+                    library.impl(name, kernel, key, with_keyset=name in WITH_MASKS)
+        _active = Handle(library, report)
+        return _active
+
+
+def _torchs(name: str, key: str) -> Any:
+    """Torch's own kernel of an operator, None where it has none."""
+    try:
+        return torch.library.get_kernel(f"aten::{name}", key)
+    except RuntimeError:
+        return None

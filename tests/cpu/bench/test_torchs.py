@@ -1,0 +1,69 @@
+"""The table of torch's calls with heedful in their place: who runs what, and against what."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+import torch.nn.functional as F
+
+from heedful.bench import torchs
+from heedful.integrations.torch import registry, restore
+
+CPU = torch.device("cpu")
+SMALL = torchs.Shape(1, 32, 4, 2, 16, True)
+
+
+def test_a_shape_is_said_in_full():
+    assert str(SMALL) == "1 x 32, 4/2 x 16 causal"
+    assert len({str(shape) for shape in torchs.SHAPES}) == len(torchs.SHAPES) == 16
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_both_calls_are_right_and_timed(backward):
+    trial = torchs.Device((SMALL, backward), CPU)
+    trial.enter_all()
+    assert [*trial.calls] == ["flash_attn_func", "activate()"] and not trial.missing
+    results = [call() for call in trial.calls.values()]
+    assert all(len(result) == (3 if backward else 1) for result in results)
+
+
+def test_a_wrong_result_has_no_figure(monkeypatch):
+    monkeypatch.setattr(torchs, "torchs", lambda q, k, v, causal: q * 2)
+    lines = [*torchs.device_table(CPU, [SMALL], 5)]
+    assert "another result" in lines[1] and len(lines) == 3
+
+
+def test_the_last_row_of_the_host_alone_is_of_the_scope(monkeypatch):
+    seen = {}
+
+    def host_us(calls, wait, queued):
+        wait()
+        before = F.scaled_dot_product_attention
+        seen[len(seen)] = before is not own
+        return 1.0 + len(seen)
+
+    own = F.scaled_dot_product_attention
+    monkeypatch.setattr(torchs.timing, "host_us", host_us)
+    monkeypatch.setattr(torchs, "SMALL", SMALL._replace(heads_k=4))
+    trial = torchs.Host(1, CPU)
+    names = [*trial.tensors]
+    assert names == [
+        "flash_attn_func",
+        "activate()",
+        "flash_attn_func, with gradients",
+        "flash_attn_func, backward",
+        "activate(), with gradients",
+        "activate(), backward",
+        "sdpa()",
+    ]
+    lines = [*torchs.host_table(CPU, 1, 5)]
+    assert [*seen.values()][:7] == [False] * 6 + [True]
+    assert len(lines) == 7 and lines[0].endswith("+0.0")
+
+
+def test_the_program_says_where_it_cannot_run(capsys):
+    with pytest.raises(torchs.script.Refused, match="GPU"):
+        torchs.main()
+    assert registry._active is None
+    restore()
