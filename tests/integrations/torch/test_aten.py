@@ -328,6 +328,30 @@ def test_a_compiled_call_is_the_eager_one(report):
     assert report.ours[FLASH] == before + 1
 
 
+def test_ranks_that_share_the_heads_run_ours(report):
+    """Torch's rules for DTensors call the operators with what each rank has."""
+    from torch.distributed.tensor import Shard
+
+    from support.runs.mesh import joined, on_each_rank, shard
+
+    whole = [torch.randn(2, 4, 9, 16, requires_grad=True) for _ in "qkv"]
+    dout, places = torch.randn(2, 4, 9, 16), [Shard(1)]
+
+    def step(mesh) -> list[Tensor]:
+        own = [shard(x, mesh, places, grad=True) for x in whole]
+        out = flash(*own, is_causal=True)[0]
+        grads = torch.autograd.grad(out, own, shard(dout, mesh, places))
+        return [x.to_local() for x in (out, *grads)]
+
+    parts = on_each_rank((2,), step)
+    assert report.ours == {FLASH: 2, f"{FLASH}_backward": 2}
+    out = flash(*whole, is_causal=True)[0]
+    for own, want in zip(
+        zip(*parts, strict=True), (out, *torch.autograd.grad(out, whole, dout)), strict=True
+    ):
+        torch.testing.assert_close(joined(own, places, (2,)), want)
+
+
 def test_the_kernels_launch_what_our_own_call_launches():
     pytest.importorskip("triton")
     from support.runs import standin

@@ -8,7 +8,8 @@ import pytest
 import heedful
 
 ROOT = Path(heedful.__file__).parent
-FILES = sorted(path for part in ("torch", "cpu") for path in (ROOT / part).rglob("*.py"))
+PARTS = ("torch", "cpu", "integrations")
+FILES = sorted(path for part in PARTS for path in (ROOT / part).rglob("*.py"))
 BENCH = sorted((ROOT / "bench").rglob("*.py"))
 # torch functions that take both from the defaults unless they are told.
 FACTORIES = (

@@ -24,7 +24,8 @@ from heedful.torch.base.dispatch import has_shards
 
 NAME = "scaled_dot_product_attention"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# The reports that are open, the function that they replace, and what they change under.
+# The reports that are open, in a list that is never changed; the function that they replace; and
+# what both are replaced under.
 _open: list[Report] = []
 _torchs: Any = F.scaled_dot_product_attention
 _lock = Lock()
@@ -40,20 +41,20 @@ def sdpa() -> Iterator[Report]:
     Yields:
         A Report that says how many calls ran on heedful, and why others did not.
     """
-    global _torchs
+    global _open, _torchs
     report = Report()
     with _lock:
         # Ours is there without a scope where somebody put back what a scope had left to them.
         if F.scaled_dot_product_attention is not scaled_dot_product_attention and not _open:
             _torchs = F.scaled_dot_product_attention
             F.scaled_dot_product_attention = scaled_dot_product_attention
-        _open.append(report)
+        _open = [*_open, report]
     try:
         yield report
     finally:
         with _lock:
             # By identity: reports are no values.
-            _open[:] = [other for other in _open if other is not report]
+            _open = [other for other in _open if other is not report]
             if not _open and F.scaled_dot_product_attention is scaled_dot_product_attention:
                 F.scaled_dot_product_attention = _torchs
 
@@ -116,11 +117,14 @@ def scaled_dot_product_attention(
 
 def translated(q, k, v, mask, dropout_p, is_causal, enable_gqa) -> Any:
     """The Call that computes what torch's arguments ask for, or in words why there is none."""
+    if not 0 <= dropout_p <= 1:
+        return "dropout_p is no probability"
+    if mask is None and _are_usual(q, k, v, enable_gqa):
+        # All that is looked at below, in a third of the time.
+        return _aligned(q, k, v, None, is_causal)
     reason = _refusal(q, k, v, mask, is_causal)
     if reason is not None:
         return reason
-    if not 0 <= dropout_p <= 1:
-        return "dropout_p is no probability"
     causal, bottom_right = is_causal, False
     if isinstance(mask, CausalBias):
         causal, bottom_right = True, mask.variant == CausalVariant.LOWER_RIGHT
@@ -136,16 +140,42 @@ def translated(q, k, v, mask, dropout_p, is_causal, enable_gqa) -> Any:
         if not _fits(mask.shape, (*lead, q.shape[-2], k.shape[-2])):
             return "attn_mask does not broadcast to the scores"
         bias = _bias(mask, lead)
-    window = None
-    rows, keys = q4.shape[2], k4.shape[2]
+    return _aligned(q4, k4, v4, bias, causal, bottom_right)
+
+
+def _are_usual(q: Any, k: Any, v: Any, enable_gqa: bool) -> bool:
+    """Whether these are plain tensors of four dims that heedful takes without a change."""
+    if not (q.__class__ is k.__class__ is v.__class__ is Tensor):
+        return False
+    if q.is_nested or k.is_nested or v.is_nested:
+        return False
+    of_q, of_k, device, dtype = q.shape, k.shape, q.device, q.dtype
+    if len(of_q) != 4 or of_k != v.shape or of_q[0] != of_k[0] or of_q[3] != of_k[3]:
+        return False
+    if of_q[1] != of_k[1] and not (enable_gqa and of_k[1] and of_q[1] % of_k[1] == 0):
+        return False
+    return (
+        0 < of_q[3] <= MAX_HEAD_DIM_V
+        and dtype in _DTYPES
+        and dtype == k.dtype == v.dtype
+        and (q.is_cuda or q.is_cpu)
+        and device == k.device == v.device
+        and (is_compiling() or forward_ad._current_level < 0)
+    )
+
+
+def _aligned(q, k, v, bias, causal: bool, bottom_right: bool = False) -> Call:
+    """The Call of operands (batch, heads, rows, dim). bottom_right: where a causal mask is aligned;
+    else top left."""
+    window, rows, keys = None, q.shape[2], k.shape[2]
     if causal and not bottom_right and rows != keys:
         if rows < keys:
             # No row sees a later key.
-            k4, v4 = k4[:, :, :rows], v4[:, :, :rows]
+            k, v = k[:, :, :rows], v[:, :, :rows]
         else:
             # The diagonal that windows are around lies so many keys to the left.
             causal, window = False, (-1, rows - keys)
-    return Call(q4.transpose(1, 2), k4.transpose(1, 2), v4.transpose(1, 2), bias, causal, window)
+    return Call(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias, causal, window)
 
 
 def _refusal(q, k, v, mask, is_causal) -> str | None:
@@ -244,11 +274,14 @@ def _ranked(out: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _note(reason: str | None) -> None:
-    (_note_traced if is_compiling() else _note_now)(reason)
+    if is_compiling():
+        _note_traced(reason)
+    else:
+        _note_now(reason)
 
 
 def _note_now(reason: str | None) -> None:
-    for report in [*_open]:
+    for report in _open:
         report.count(NAME) if reason is None else report.decline(reason)
 
 
