@@ -4,7 +4,8 @@
 
 While `heedful.integrations.torch.activate` is in force, F.scaled_dot_product_attention runs the
 kernels that flash_attn_func runs. The first table has microseconds of the device by direction and
-shape; the second what the host spends in a call of small tensors. A ratio is torch's call over
+shape; the second what the host spends in a call of small tensors: of SDPA,
+and of the operator that it calls. A ratio is torch's call over
 ours. Gradients of ours are those that autograd records. Tensors lie rows before heads, which costs
 torch's call no copy.
 """
@@ -25,6 +26,8 @@ from heedful.bench.harness import protocol, script, timing
 from heedful.integrations.torch import activate, restore, sdpa
 
 OURS, TORCHS, SCOPE = "flash_attn_func", "activate()", "sdpa()"
+# Torch's operator by itself: without what SDPA does before it, to choose among kernels.
+OPERATOR = "operator"
 ROUNDS = 7
 # Sets of small tensors, and calls after which the device is waited for, as bench/host.py has them.
 SETS, QUEUED = 256, 16
@@ -79,6 +82,11 @@ def heads_first(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
+def operator(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """The same by the operator of FlashAttention that SDPA calls."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0]
+
+
 class Device(protocol.Trial[tuple[Shape, bool], tuple[Tensor, ...]]):
     """One direction of one shape: (shape, whether it is the backward)."""
 
@@ -130,6 +138,8 @@ class Host(protocol.HostTimed[int, dict[str, list[Callable]]]):
             sets = [SMALL.draw(self.device, needs_grad) for _ in range(self.case)]
             turned = [tuple([x.transpose(1, 2) for x in qkv]) for qkv in sets]
             calls = {OURS: (ours, sets), TORCHS: (heads_first, turned)}
+            if self.device.type == "cuda":
+                calls[OPERATOR] = operator, turned
             for name, (function, tensors) in calls.items():
                 yield name + words, [partial(function, *qkv, True) for qkv in tensors]
                 if needs_grad:
