@@ -4,10 +4,9 @@
 
 While `heedful.integrations.torch.activate` is in force, F.scaled_dot_product_attention runs the
 kernels that flash_attn_func runs. The first table has microseconds of the device by direction and
-shape; the second what the host spends in a call of small tensors: of SDPA,
-and of the operator that it calls. A ratio is torch's call over
-ours. Gradients of ours are those that autograd records. Tensors lie rows before heads, which costs
-torch's call no copy.
+shape. The second has what the host spends in a call of small tensors: of SDPA, and of the operator
+that it calls. A ratio is torch's call over ours. Gradients of ours are those that autograd records.
+Tensors lie rows before heads, which costs torch's call no copy.
 """
 
 import statistics

@@ -258,7 +258,7 @@ def test_a_checkpointed_layer_computes_again_what_it_computed():
         torch.manual_seed(1)
         got = gradients(checkpoint(layer, q, k, v, use_reentrant=False), q, k, v)
     assert all(are_near(x, y) for x, y in zip(got, want, strict=True))
-    assert report.ours[NAME] == 3
+    assert report.ours[NAME] >= 2 and not report.declined
 
 
 SAMPLE = [call.name for call in CALLS[::27]]

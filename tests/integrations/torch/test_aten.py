@@ -337,11 +337,13 @@ def test_ranks_that_share_the_heads_run_ours(report):
     whole = [torch.randn(2, 4, 9, 16, requires_grad=True) for _ in "qkv"]
     dout, places = torch.randn(2, 4, 9, 16), [Shard(1)]
 
-    def step(mesh) -> list[Tensor]:
+    def step(mesh) -> list[Any]:
         own = [shard(x, mesh, places, grad=True) for x in whole]
+        results: list[Any]
         out = flash(*own, is_causal=True)[0]
         grads = torch.autograd.grad(out, own, shard(dout, mesh, places))
-        return [x.to_local() for x in (out, *grads)]
+        results = [out, *grads]
+        return [x.to_local() for x in results]
 
     parts = on_each_rank((2,), step)
     assert report.ours == {FLASH: 2, f"{FLASH}_backward": 2}

@@ -234,6 +234,26 @@ def test_a_dropped_call_draws_one_mask_in_both_directions():
     assert 0 < (out == 0).sum() < out.numel()
 
 
+def test_a_checkpointed_call_computes_again_what_it_computed():
+    """With the dropout mask of the first time."""
+    from torch.utils.checkpoint import checkpoint
+
+    leaves = [t.requires_grad_() for t in qkv()]
+
+    def layer(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.25)
+
+    def gradients(function) -> tuple[Tensor, ...]:
+        torch.manual_seed(1)
+        return torch.autograd.grad(function(*leaves).sum(), leaves)
+
+    with sdpa() as report:
+        want = gradients(layer)
+        got = gradients(lambda *x: checkpoint(layer, *x, use_reentrant=False))
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    assert not report.declined
+
+
 def test_a_second_derivative_raises():
     q, k, v = (t.requires_grad_() for t in qkv())
     with sdpa():
