@@ -78,7 +78,8 @@ def _compare(
         with _sides(both, device) as sides:
             for side in sides:
                 found = side.check()
-                _say(f"{side.name}: {found['heedful']} ({found['device']}, {found['torch']})")
+                versions = f"torch {found['torch']}, triton {found['triton']}"
+                _say(f"{side.name}: {found['heedful']} ({found['device']}, {versions})")
             for number, cell in enumerate(wanted):
                 if number not in report.missing:
                     _time(sides, cell, number, report, options.rounds // options.processes)

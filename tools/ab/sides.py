@@ -26,7 +26,10 @@ class Side:
         self.name, self.sources = name, sources
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join((str(sources), str(TOOLS))),
+            # The caller's own path stays: another Triton may be on it.
+            "PYTHONPATH": os.pathsep.join(
+                (str(sources), str(TOOLS), *filter(None, [os.environ.get("PYTHONPATH")]))
+            ),
             # A second process on the device wants memory, too.
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         }

@@ -12,6 +12,7 @@ import statistics
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TextIO
 
 import torch
@@ -108,7 +109,15 @@ def _hello(device: torch.device) -> dict:
     import heedful
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {"heedful": heedful.__file__, "device": name, "torch": torch.__version__}
+    facts = {"heedful": heedful.__file__, "device": name, "torch": torch.__version__}
+    return {**facts, "triton": _version("triton")}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def serve(requests: TextIO, answers: TextIO, device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """Two checkouts in turns: who has a turn, what ratios say, and where sources come from."""
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -77,6 +78,15 @@ def test_a_side_that_imports_other_sources_is_refused(tmp_path):
         pytest.raises(RuntimeError, match="got /e"),
     ):
         side.check()
+
+
+def test_a_side_keeps_the_path_of_its_caller_after_its_own_sources(tmp_path, monkeypatch):
+    """Another Triton may be on it: without it both sides would be timed on the installed one."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "triton"))
+    told = "import json, os; input(); print(json.dumps({'path': os.environ['PYTHONPATH']}))"
+    with Side("base", tmp_path / "src", "cpu", [sys.executable, "-c", told]) as side:
+        path = side.ask("hello")["path"].split(os.pathsep)
+    assert path[0] == str(tmp_path / "src") and path[-1] == str(tmp_path / "triton")
 
 
 def rounds_of(*ratios: float) -> figures.Figure:
