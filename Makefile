@@ -20,7 +20,7 @@ PART ?= host
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test jax-calls oldest-triton test-compilers test-slow test-gpu test-random test-mutation lint format demo bench ab docs wheels test-install site clean
+.PHONY: help set-up test jax-calls oldest-triton test-compilers test-slow test-gpu test-random test-mutation lint format demo bench ab docs wheels test-install site hub workflows clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -100,5 +100,11 @@ test-install: $(VENV)-release/.ready ## install the wheel with each extra, run t
 site: $(VENV)-release/.ready ## docs/ and a reference made from docstrings, in .site/html
 	$(VENV)-release/bin/python tools/draw_site.py
 
+workflows: $(VENV)-release/.ready ## the workflows against the schema of GitHub's
+	$(VENV)-release/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+
+hub: $(READY) ## the tree that the `kernels` library loads heedful from, in .hub
+	tools/hub.sh $(VENV) .hub
+
 clean: ## remove .venv and everything generated
-	rm -rf .venv .venv-jax .venv-oldest-triton .venv-toolchains .venv-release .site dist .pytest_cache .ruff_cache .hypothesis .mutation demo-output bench-output
+	rm -rf .venv .venv-jax .venv-oldest-triton .venv-toolchains .venv-release .venv-hub .hub .site dist .pytest_cache .ruff_cache .hypothesis .mutation demo-output bench-output
