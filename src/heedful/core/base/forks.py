@@ -21,7 +21,15 @@ _helper: SimpleQueue | None = None
 def new_lock() -> threading.Lock:
     """A lock that is free in a forked child, whoever held it in the parent. Only such locks guard
     state that outlives a call."""
-    lock = threading.Lock()
+    return _freed(threading.Lock())
+
+
+def new_reentrant_lock() -> Any:
+    """As `new_lock`, for a thread that may come by again while it holds the lock."""
+    return _freed(threading.RLock())
+
+
+def _freed(lock: Any) -> Any:
     _locks.add(lock)
     return lock
 

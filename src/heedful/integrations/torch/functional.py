@@ -6,7 +6,6 @@ of the other here; heads are broadcast where that is cheaper than to expand them
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch.compiler import assume_constant_result, is_compiling
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import has_torch_function
 
+from heedful.core.base.forks import new_lock
 from heedful.core.call.problem import MAX_HEAD_DIM_V
 from heedful.integrations.torch.report import Report
 from heedful.torch.api.attention import flash_attn_func
@@ -28,7 +28,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # what both are replaced under.
 _open: list[Report] = []
 _torchs: Any = F.scaled_dot_product_attention
-_lock = Lock()
+_lock = new_lock()
 
 
 @contextmanager

@@ -1,20 +1,20 @@
 """Torch's operators of attention by heedful, for the process: `activate` and `restore`."""
 
 import warnings
-from threading import RLock
 from typing import Any
 
 import torch
 from torch.library import Library
 from torch.nn import attention
 
+from heedful.core.base.forks import new_reentrant_lock
 from heedful.integrations.torch.aten import WITH_MASKS, Kernels
 from heedful.integrations.torch.report import Report
 
 # The name of the implementation in torch's registry; it has no other use.
 NAME = "heedful"
 # Held by whoever changes what is active. Torch's registry calls back.
-_lock = RLock()
+_lock = new_reentrant_lock()
 _active: "Handle | None" = None
 
 

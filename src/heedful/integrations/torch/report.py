@@ -1,7 +1,8 @@
 """Counts of calls that heedful ran, and of those that torch ran."""
 
 from collections import Counter
-from threading import Lock
+
+from heedful.core.base.forks import new_lock
 
 
 class Report:
@@ -15,7 +16,7 @@ class Report:
         self.ours: Counter[str] = Counter()
         self.declined: Counter[str] = Counter()
         # An increment takes two steps, and threads share a report.
-        self._lock = Lock()
+        self._lock = new_lock()
 
     def count(self, name: str) -> None:
         """One more call that heedful ran."""
