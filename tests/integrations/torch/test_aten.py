@@ -16,13 +16,14 @@ from torch.nn import attention
 
 from heedful import flash_attn_func, flash_attn_varlen_func
 from heedful.integrations.torch import registry, restore
-from heedful.integrations.torch.aten import MASKED, WITH_MASKS, Kernels
+from heedful.integrations.torch.aten import HANDED_BACK, MASKED, WIDE, Kernels
 from heedful.integrations.torch.report import Report
 from support.integrations import sdpa_calls
 
 aten = torch.ops.aten
 FLASH = "_scaled_dot_product_flash_attention"
 CUDNN = "_scaled_dot_product_cudnn_attention"
+EFFICIENT = "_scaled_dot_product_efficient_attention"
 
 
 @pytest.fixture
@@ -42,6 +43,12 @@ def flash(query, key, value, is_causal=False, scale=None, dropout_p=0.0, **_) ->
 
 def cudnn(query, key, value, is_causal=False, scale=None, dropout_p=0.0, **_) -> Any:
     return aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, True, dropout_p, is_causal, scale=scale
+    )
+
+
+def efficient(query, key, value, is_causal=False, scale=None, dropout_p=0.0, **_) -> Any:
+    return aten._scaled_dot_product_efficient_attention(
         query, key, value, None, True, dropout_p, is_causal, scale=scale
     )
 
@@ -68,6 +75,13 @@ def test_cudnn_and_its_gradients_are_within_their_budgets(report, name):
     assert dict(report.ours) == {CUDNN: 1, f"{CUDNN}_backward": 1} and not report.declined
 
 
+@pytest.mark.parametrize("name", [c.name for c in UNMASKED if c.heads == "equal"])
+def test_memory_efficient_attention_and_its_gradients_are_within_their_budgets(report, name):
+    call = sdpa_calls.BY_NAME[name]
+    sdpa_calls.judge(call, "cpu", torch.bfloat16, 16, lambda **given: efficient(**given)[0])
+    assert dict(report.ours) == {EFFICIENT: 1, f"{EFFICIENT}_backward": 1} and not report.declined
+
+
 @pytest.mark.parametrize("rows, keys", [(5, 9), (9, 5)])
 def test_flash_is_causal_from_the_bottom_right(report, rows, keys):
     """As torch.nn.attention.bias.causal_lower_right relies on."""
@@ -86,16 +100,17 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("rows, keys", [(9, 9), (5, 9), (9, 5), (32, 32)])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("call", [flash, cudnn])
-def test_results_lie_in_memory_as_torch_says(report, call, layout):
+@pytest.mark.parametrize("call", [flash, cudnn, efficient])
+def test_results_lie_in_memory_as_torch_says(report, call, layout, rows, keys):
     """Code that torch.compile made relies on its formulas for shapes and strides."""
-    q, k, v = (layout(2, 4, 9, 16).requires_grad_() for _ in range(3))
-    if call is cudnn:
-        v = layout(2, 4, 9, 8).requires_grad_()
+    q, k = (layout(2, 4, n, 16).bfloat16().requires_grad_() for n in (rows, keys))
+    dim_v = 16 if call is flash else 8
+    v = layout(2, 4, keys, dim_v).bfloat16().requires_grad_()
 
     def run(q, k, v):
-        result = call(q, k, v)
+        result = call(q, k, v, True)
         grads = torch.autograd.grad(result[0], (q, k, v), torch.randn_like(result[0]))
         return (*result, *grads)
 
@@ -109,15 +124,26 @@ def test_results_lie_in_memory_as_torch_says(report, call, layout):
             assert got == want
 
 
+@pytest.mark.parametrize("rows", [31, 32])
+def test_memory_efficient_attention_has_an_lse_where_it_is_asked_for(report, rows):
+    q, k, v = (torch.randn(1, 2, rows, 16, dtype=torch.bfloat16) for _ in "qkv")
+    op = aten._scaled_dot_product_efficient_attention
+    out, lse, *_ = op(q, k, v, None, True)
+    bare, none, *_ = op(q, k, v, None, False)
+    wanted = flash(q, k, v)[1]
+    assert torch.equal(out, bare) and none.shape == (1, 2, 0)
+    assert torch.equal(lse[:, :, :rows], wanted) and lse.shape == (1, 2, 32)
+
+
 def test_kernels_take_the_arguments_of_the_operators():
     for name, kernel in Kernels(Report(), {}).by_operator().items():
         schema = getattr(aten, name).default._schema
         own = inspect.signature(kernel).parameters
         taken = {n for n, p in own.items() if p.kind != inspect.Parameter.VAR_KEYWORD}
-        taken -= {"keys"} if name in WITH_MASKS else set()
+        taken -= {"keys"} if name in HANDED_BACK else set()
         asked = [argument.name for argument in schema.arguments]
         rest = {"seqused_k", "alibi_slopes", "block_table", "num_splits"}
-        if len(own) > len(taken) + (name in WITH_MASKS):
+        if len(own) > len(taken) + (name in HANDED_BACK):
             assert taken | rest == set(asked)
         else:
             assert taken == set(asked)
@@ -143,16 +169,17 @@ def test_a_second_derivative_raises(report, call):
         torch.autograd.grad(dq.sum(), q)
 
 
-@pytest.mark.parametrize("call", [flash, cudnn])
+@pytest.mark.parametrize("call", [flash, cudnn, efficient])
 def test_dropout_draws_one_mask_in_both_directions_and_another_each_time(report, call):
     """With the identity as values the output is the dropped probabilities, and the gradient of the
     values for its cotangent their transpose."""
-    q, k = (torch.randn(1, 1, 16, 16) for _ in "qk")
-    v = torch.eye(16)[None, None].requires_grad_()
+    q, k = (torch.randn(1, 1, 16, 16, dtype=torch.bfloat16) for _ in "qk")
+    eye = torch.eye(16, dtype=torch.bfloat16)[None, None]
+    v = eye.clone().requires_grad_()
     first, second = (call(q, k, v, dropout_p=0.5)[0] for _ in range(2))
     for out in (first, second):
-        (dv,) = torch.autograd.grad(out, v, torch.eye(16)[None, None])
-        torch.testing.assert_close(dv, out.mT)
+        (dv,) = torch.autograd.grad(out, v, eye)
+        assert torch.equal(dv == 0, out.mT == 0)
     assert not torch.equal(first == 0, second == 0) and (first == 0).any()
 
 
@@ -222,9 +249,42 @@ def test_masked_calls_of_cudnn_are_torchs_and_counted(torchs_cudnn):
     assert len(torchs_cudnn) == 3
 
 
+@pytest.mark.parametrize("given", ["mask", "float32", "dim"])
+def test_calls_of_memory_efficient_attention_that_stay_torchs(given):
+    asked = []
+    library: Any = Library("aten", "IMPL", "CPU")
+
+    def forward(query, key, value, bias, *args, **kwargs):
+        asked.append("forward")
+        return query + 1, query.new_zeros(1), query.new_zeros(1), query.new_zeros(1)
+
+    def backward(dout, query, key, value, *args, **kwargs):
+        asked.append("backward")
+        return query * 2, key * 3, value * 4, None
+
+    library.impl(EFFICIENT, forward, "CPU")
+    library.impl(f"{EFFICIENT}_backward", backward, "CPU")
+    registry._activate("CPU")
+    assert registry._active is not None
+    report = registry._active.report
+    try:
+        dtype = torch.float32 if given == "float32" else torch.bfloat16
+        dim = 264 if given == "dim" else 16
+        q, k, v = (torch.randn(1, 2, 5, dim, dtype=dtype, requires_grad=True) for _ in "qkv")
+        bias = torch.zeros(1, 2, 5, 5, dtype=dtype) if given == "mask" else None
+        out = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True)[0]
+        assert torch.equal(out, q + 1)
+        assert torch.equal(torch.autograd.grad(out.sum(), v)[0], v * 4)
+    finally:
+        restore()
+        library = None
+    assert asked == ["forward", "backward"] and not report.ours
+    assert report.declined == {MASKED if given == "mask" else WIDE: 2}
+
+
 def test_a_masked_call_without_a_kernel_of_torch_says_so(report):
     q = torch.randn(1, 2, 5, 16)
-    with pytest.raises(RuntimeError, match="attn_bias must be None"):
+    with pytest.raises(RuntimeError, match="does not run this call.*attn_bias"):
         aten._scaled_dot_product_cudnn_attention(q, q, q, torch.zeros(5, 5), True)
 
 

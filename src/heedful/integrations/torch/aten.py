@@ -21,12 +21,19 @@ from heedful.torch.api.gradients import attention_backward
 from heedful.torch.base.dispatch import any_autocast
 from heedful.torch.eager.execute import current_device, maker
 
-MASKED = "attn_bias: torch's cuDNN takes masks"
-# Torch's operators here are named so; cuDNN's take a mask, and may be handed back.
-WITH_MASKS = (
+# Why calls are handed back to torch's own kernels, and the operators of which some are.
+MASKED = "attn_bias: calls with a mask stay torch's"
+WIDE = "float32 or a head dim above 256 in torch's memory-efficient attention"
+HANDED_BACK = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_cudnn_attention_backward",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_efficient_attention_backward",
 )
+# The largest head dim of torch's other fused kernels.
+_MOST_DIM = 256
+# Rows of the lse of memory-efficient attention come in blocks.
+_LSE_ROWS = 32
 _IS_HIP = torch.version.hip is not None
 # Torch's own guards set it so: in a tenth of the time of torch.no_grad.
 _set_grad_enabled = torch._C._set_grad_enabled
@@ -35,20 +42,22 @@ _set_grad_enabled = torch._C._set_grad_enabled
 class Kernels:
     """The kernels of one activation.
 
-    report: where calls are counted. torchs: torch's own kernels of `WITH_MASKS`, as
-    torch.library.get_kernel gives them, where there are such.
+    report: where calls are counted. torchs: torch's own kernels of `HANDED_BACK`, as
+    torch.library.get_kernel gives them, None where there are none.
     """
 
     def __init__(self, report: Report, torchs: dict[str, Any]):
         self._report, self._torchs = report, torchs
 
     def by_operator(self) -> dict[str, Callable]:
-        """The kernels by the operator's name. Those of `WITH_MASKS` want the dispatch keys."""
+        """The kernels by the operator's name. Those of `HANDED_BACK` want the dispatch keys."""
         return {
             "_scaled_dot_product_flash_attention": self.sdpa_flash,
             "_scaled_dot_product_flash_attention_backward": self.sdpa_flash_backward,
-            "_scaled_dot_product_cudnn_attention": self.sdpa_cudnn,
-            "_scaled_dot_product_cudnn_attention_backward": self.sdpa_cudnn_backward,
+            HANDED_BACK[0]: self.sdpa_cudnn,
+            HANDED_BACK[1]: self.sdpa_cudnn_backward,
+            HANDED_BACK[2]: self.sdpa_efficient,
+            HANDED_BACK[3]: self.sdpa_efficient_backward,
             "_flash_attention_forward": self.flash,
             "_flash_attention_forward_no_dropout_inplace": self.flash_into,
             "_flash_attention_backward": self.flash_backward,
@@ -115,15 +124,15 @@ class Kernels:
         """_scaled_dot_product_cudnn_attention, which is causal from the top left."""
         if attn_bias is not None:
             given = query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal
-            return self._torchs_own(WITH_MASKS[0], keys, *given, return_debug_mask, scale=scale)
+            return self._torchs_own(
+                MASKED, HANDED_BACK[0], keys, *given, return_debug_mask, scale=scale
+            )
         _check_debug(return_debug_mask)
         rows, columns = query.shape[2], key.shape[2]
         state, seed, offset = _states(query.device, dropout_p, of_flash=False)
-        seen, causal, window = _from_top_left(rows, columns, is_causal)
-        if seen is not None:
-            key, value = key[:, :, :seen], value[:, :, :seen]
-        out, lse = _heads_first(query, key, value, dropout_p, causal, window, scale, seed)
-        self._report.count(WITH_MASKS[0])
+        k, v, causal, window = _from_top_left(query, key, value, is_causal)
+        out, lse = _heads_first(query, k, v, dropout_p, causal, window, scale, seed)
+        self._report.count(HANDED_BACK[0])
         return out, lse.unsqueeze(-1), None, None, rows, columns, state, offset, None
 
     def sdpa_cudnn_backward(
@@ -151,16 +160,75 @@ class Kernels:
         if attn_bias is not None:
             given = grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset
             more = attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal
-            return self._torchs_own(WITH_MASKS[1], keys, *given, *more, scale=scale)
-        seen, causal, window = _from_top_left(query.shape[2], key.shape[2], is_causal)
-        k, v = (key, value) if seen is None else (key[:, :, :seen], value[:, :, :seen])
-        how = dropout_p, causal, window, scale, philox_seed
+            return self._torchs_own(MASKED, HANDED_BACK[1], keys, *given, *more, scale=scale)
         lse = logsumexp.squeeze(-1)
-        grads = _heads_first_backward(grad_out, query, k, v, out, lse, *how)
-        self._report.count(WITH_MASKS[1])
-        if seen is None:
-            return grads
-        return grads[0], *(_padded(d, x) for d, x in zip(grads[1:], (key, value), strict=True))
+        how = dropout_p, is_causal, scale, philox_seed
+        grads = _from_top_left_backward(grad_out, query, key, value, out, lse, *how)
+        self._report.count(HANDED_BACK[1])
+        return grads
+
+    def sdpa_efficient(
+        self,
+        keys,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_bias: Tensor | None,
+        compute_log_sumexp: bool,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+    ):
+        """_scaled_dot_product_efficient_attention, which is causal from the top left. Results lie
+        rows before heads, whatever lies how."""
+        reason = _not_ours(query, value, attn_bias)
+        if reason is not None:
+            given = query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal
+            return self._torchs_own(reason, HANDED_BACK[2], keys, *given, scale=scale)
+        state, seed, offset = _states(query.device, dropout_p, of_flash=False)
+        k, v, causal, window = _from_top_left(query, key, value, is_causal)
+        how = dropout_p, causal, window, scale, seed
+        out, lse = _heads_first(query, k, v, *how, rows_first=True)
+        self._report.count(HANDED_BACK[2])
+        batch, heads, rows = lse.shape
+        if not compute_log_sumexp:
+            lse = _empty((batch, heads, 0), torch.float32, query.device)
+        elif rows % _LSE_ROWS and not _IS_HIP:
+            lse = torch.nn.functional.pad(lse, (0, -rows % _LSE_ROWS))
+        return out, lse, state, offset
+
+    def sdpa_efficient_backward(
+        self,
+        keys,
+        grad_out_: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_bias: Tensor | None,
+        out: Tensor,
+        logsumexp: Tensor,
+        philox_seed: Tensor,
+        philox_offset: Tensor,
+        dropout_p: float,
+        grad_input_mask: Sequence[bool],
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+    ):
+        """_scaled_dot_product_efficient_attention_backward."""
+        reason = _not_ours(query, value, attn_bias)
+        if reason is not None:
+            given = grad_out_, query, key, value, attn_bias, out, logsumexp
+            more = philox_seed, philox_offset, dropout_p, grad_input_mask, is_causal
+            return self._torchs_own(reason, HANDED_BACK[3], keys, *given, *more, scale=scale)
+        lse = logsumexp[:, :, : query.shape[2]].contiguous()
+        how = dropout_p, is_causal, scale, philox_seed
+        grads = _from_top_left_backward(
+            grad_out_, query, key, value, out, lse, *how, rows_first=True
+        )
+        self._report.count(HANDED_BACK[3])
+        return *grads, None
 
     def flash(
         self,
@@ -268,15 +336,15 @@ class Kernels:
         pairs = zip(found[:3], (query, key, value), strict=True)
         return tuple([_laid_out(grad, x) for grad, x in pairs])
 
-    def _torchs_own(self, name: str, keys, *args, **kwargs):
+    def _torchs_own(self, reason: str, name: str, keys, *args, **kwargs):
         """The result of torch's own kernel."""
         kernel = self._torchs.get(name)
         if kernel is None:
             raise RuntimeError(
-                f"attn_bias must be None in aten::{name} while heedful is active, got a tensor:"
-                " torch has no kernel of its own here"
+                f"heedful does not run this call of aten::{name} ({reason}), and torch has no"
+                " kernel of its own here"
             )
-        self._report.decline(MASKED)
+        self._report.decline(reason)
         return kernel.call_boxed(keys, *args, **kwargs)
 
 
@@ -285,18 +353,46 @@ def _check_debug(return_debug_mask: bool) -> None:
         raise RuntimeError("return_debug_mask must be False while heedful runs this, got True")
 
 
-def _from_top_left(rows: int, keys: int, is_causal: bool) -> tuple[int | None, bool, Any]:
-    """(keys that may be seen, None for all; causal; window) of a causal mask that is aligned top
-    left, as ours are, bottom right."""
+def _not_ours(query: Tensor, value: Tensor, attn_bias: Tensor | None) -> str | None:
+    """Why a call of memory-efficient attention is handed back, if it is."""
+    if attn_bias is not None:
+        return MASKED
+    dims = max(query.shape[3], value.shape[3])
+    return WIDE if query.dtype.itemsize != 2 or dims > _MOST_DIM else None
+
+
+def _from_top_left(query: Tensor, key: Tensor, value: Tensor, is_causal: bool):
+    """(key, value, causal, window) of a causal mask that is aligned top left; ours are aligned
+    bottom right. All are (batch, heads, rows, dim)."""
+    rows, keys = query.shape[2], key.shape[2]
     if not is_causal or rows == keys:
-        return None, is_causal, None
-    return (rows, True, None) if rows < keys else (None, False, (-1, rows - keys))
+        return key, value, is_causal, None
+    if rows < keys:
+        # No row sees a later key.
+        return key[:, :, :rows], value[:, :, :rows], True, None
+    return key, value, False, (-1, rows - keys)
 
 
-def _heads_first(query, key, value, dropout_p, causal, window, scale, seed):
-    """(out, lse) of (batch, heads, rows, dim)."""
+def _from_top_left_backward(
+    dout, query, key, value, out, lse, dropout_p, is_causal, scale, state, rows_first=False
+):
+    """Gradients of query, key and value of a call that `_from_top_left` aligned."""
+    k, v, causal, window = _from_top_left(query, key, value, is_causal)
+    how = dropout_p, causal, window, scale, state, rows_first
+    dq, dk, dv = _heads_first_backward(dout, query, k, v, out, lse, *how)
+    if k is not key:
+        dk, dv = _padded(dk, key, rows_first), _padded(dv, value, rows_first)
+    return dq, dk, dv
+
+
+def _heads_first(
+    query, key, value, dropout_p, causal, window, scale, seed, rows_first: bool = False
+):
+    """(out, lse) of (batch, heads, rows, dim). rows_first: out lies so in memory; else as query
+    does."""
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if not (dropout_p or window or any_autocast()) and _in_order(q):
+    rows_first = rows_first or _in_order(q)
+    if rows_first and not (dropout_p or window or any_autocast()):
         # As below, in two thirds of the time.
         records = torch.is_grad_enabled()
         _set_grad_enabled(False)
@@ -308,16 +404,17 @@ def _heads_first(query, key, value, dropout_p, causal, window, scale, seed):
     how: dict[str, Any] = {"return_lse": True, "dropout_seed": seed}
     if window is not None:
         how["window_size"] = window
-    if not _in_order(q):
+    if not rows_first:
         how["out"] = _like(query, (*query.shape[:3], value.shape[3])).transpose(1, 2)
     out, lse = _bare(flash_attn_func, q, k, v, dropout_p, scale, causal, **how)
     return out.transpose(1, 2), lse
 
 
 def _heads_first_backward(
-    dout, query, key, value, out, lse, dropout_p, causal, window, scale, state
+    dout, query, key, value, out, lse, dropout_p, causal, window, scale, state, rows_first=False
 ):
-    """Gradients of query, key and value, of (batch, heads, rows, dim)."""
+    """Gradients of query, key and value, of (batch, heads, rows, dim). rows_first: they lie so in
+    memory; else each as its operand does."""
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     dout, out = dout.transpose(1, 2), out.transpose(1, 2)
     how: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
@@ -326,6 +423,8 @@ def _heads_first_backward(
     if dropout_p:
         how |= {"dropout_p": dropout_p, "dropout_seed": _seed(state)}
     dq, dk, dv, *_ = _bare(attention_backward, dout, q, k, v, out, lse, **how)
+    if rows_first:
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
     return (
         _laid_out(dq, q).transpose(1, 2),
         _laid_out(dk, k).transpose(1, 2),
@@ -438,8 +537,12 @@ def _laid_out(grad: Tensor, x: Tensor) -> Tensor:
     return grad if _in_order(x) else _like(x, x.shape).copy_(grad)
 
 
-def _padded(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x, given that of its first rows: the others have none."""
+def _padded(grad: Tensor, x: Tensor, rows_first: bool) -> Tensor:
+    """The gradient of x, (batch, heads, rows, dim), given that of its first rows: the others have
+    none."""
+    batch, heads, rows, dim = x.shape
     whole = torch.zeros_like(x)
+    if rows_first:
+        whole = x.new_zeros((batch, rows, heads, dim)).transpose(1, 2)
     whole[:, :, : grad.shape[2]] = grad
     return whole

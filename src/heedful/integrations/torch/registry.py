@@ -8,7 +8,7 @@ from torch.library import Library
 from torch.nn import attention
 
 from heedful.core.base.forks import new_reentrant_lock
-from heedful.integrations.torch.aten import WITH_MASKS, Kernels
+from heedful.integrations.torch.aten import HANDED_BACK, Kernels
 from heedful.integrations.torch.report import Report
 
 # The name of the implementation in torch's registry; it has no other use.
@@ -38,11 +38,11 @@ class Handle:
 def activate() -> Report:
     """Has heedful run torch's attention on CUDA tensors, everywhere in this process.
 
-    That is what `F.scaled_dot_product_attention` gives to FlashAttention or to cuDNN, and
-    `torch.nn.attention.varlen.varlen_attn`. Which of its kernels a call gets is torch's choice as
-    before: cuDNN's calls with a mask, and all calls of its memory-efficient and its plain
-    attention stay torch's. Does nothing if heedful is active. In torch's registry of flash
-    attention the name is "heedful"; another implementation that is active is restored first.
+    That is what `F.scaled_dot_product_attention` gives to FlashAttention, to cuDNN and, of 16 bits,
+    to memory-efficient attention, without a mask; and `torch.nn.attention.varlen.varlen_attn`.
+    Which of its kernels a call gets is torch's choice as before: calls with a mask, and those of
+    its plain attention, stay torch's. Does nothing if heedful is active. In torch's registry of
+    flash attention the name is "heedful"; another implementation that is active is restored first.
 
     Returns:
         A Report that counts calls by operator, and the reasons of calls that were handed back.
@@ -90,14 +90,16 @@ def register(key: str = "CUDA") -> Handle:
     global _active
     with _lock:
         report = Report()
-        torchs = {name: kernel for name in WITH_MASKS if (kernel := _torchs(name, key)) is not None}
+        torchs = {
+            name: kernel for name in HANDED_BACK if (kernel := _torchs(name, key)) is not None
+        }
         library = Library("aten", "IMPL", key)
         with warnings.catch_warnings():
             # That it has another kernel now is what was asked for.
             warnings.filterwarnings("ignore", "[\\s\\S]*[Oo]verriding a previously registered")
             for name, kernel in Kernels(report, torchs).by_operator().items():
                 if hasattr(torch.ops.aten, name):
-                    library.impl(name, kernel, key, with_keyset=name in WITH_MASKS)
+                    library.impl(name, kernel, key, with_keyset=name in HANDED_BACK)
         _active = Handle(library, report)
         return _active
 
