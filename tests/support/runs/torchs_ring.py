@@ -28,18 +28,18 @@ def work(rank: int, path: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     registry._activate("CPU")
     torch.manual_seed(0)
-    whole = [torch.randn(1, 4, 16, 16, requires_grad=True) for _ in "qkv"]
+    whole: list[Any] = [torch.randn(1, 4, 16, 16, requires_grad=True) for _ in "qkv"]
     dout = torch.randn(1, 4, 16, 16)
     torchs._cp_options.enable_load_balance = False
     for kernel in OPERATORS:
         for causal in (False, True):
-            out = call(kernel, *whole, causal)
+            out = call(kernel, *whole, causal=causal)
             wanted = out, *torch.autograd.grad(out, whole, dout)
             parts: list[Any] = [
                 distribute_tensor(x.detach(), mesh, [Shard(2)]).requires_grad_() for x in whole
             ]
             torchs._enable_context_parallel_dispatcher_impl(2, mesh)
-            made = call(kernel, *parts, causal)
+            made = call(kernel, *parts, causal=causal)
             grads = torch.autograd.grad(made, parts, distribute_tensor(dout, mesh, [Shard(2)]))
             torchs._disable_context_parallel_dispatcher_impl()
             results: list[Any] = [made, *grads]
