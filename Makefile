@@ -20,7 +20,7 @@ PART ?= host
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test jax-calls oldest-triton test-compilers test-slow test-gpu test-random test-mutation lint format demo bench ab docs wheels test-install site hub workflows clean
+.PHONY: help set-up test jax-calls oldest-triton test-compilers test-integrations test-slow test-gpu test-random test-mutation lint format demo bench ab docs wheels test-install site hub workflows clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -48,6 +48,9 @@ test-compilers: $(READY) ## tests/compile and the emulator's through workers of 
 
 jax-calls:
 	tools/jax_calls.sh $(VENV)-jax
+
+test-integrations: $(READY) ## all families of models in transformers and diffusers, compiled too (ARGS=)
+	$(RUN) pytest tests/integrations -n $(WORKERS) --dist worksteal --run-slow $(ARGS)
 
 test-slow: $(READY) ## every test, the long grids too
 	$(RUN) pytest -n $(WORKERS) --dist worksteal --run-slow $(ARGS)

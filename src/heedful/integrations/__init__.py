@@ -1,2 +1,74 @@
-"""Frameworks that run heedful where their users pass a name. Importing this imports none of
-them."""
+"""Frameworks that run heedful where their users pass a name. Importing this imports none of them:
+each has a module or a folder of its own, which does.
+"""
+
+import sys
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+# By framework the first and the last version that the tests ran with.
+TESTED = {
+    "transformers": ("5.17", "5.24"),
+    "diffusers": ("0.42", "0.42"),
+}
+_warned: set[str] = set()
+
+
+class Framework(NamedTuple):
+    """A framework that heedful plugs into.
+
+    version: the installed one; None where there is none. first, last: the versions that the tests
+    ran with. registered: whether this process has registered heedful with it.
+    """
+
+    name: str
+    version: str | None
+    first: str
+    last: str
+    registered: bool
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether the installed version is within the range of the tests."""
+        if self.version is None:
+            return False
+        return _minor(self.first) <= _minor(self.version) <= _minor(self.last)
+
+
+def installed() -> tuple[Framework, ...]:
+    """Each framework that heedful knows, installed or not. Imports none of them."""
+    return tuple(_framework(name) for name in TESTED)
+
+
+def check(name: str) -> None:
+    """Warns, once for each framework, where the installed version is not one that the tests ran
+    with. Raises ImportError that names the extra where there is none."""
+    found = _framework(name)
+    if found.version is None:
+        raise ImportError(
+            f"heedful.integrations.{name} needs {name}, which is not installed: "
+            f"pip install 'heedful[{name}]'"
+        )
+    if not found.is_tested and name not in _warned:
+        _warned.add(name)
+        warnings.warn(
+            f"heedful was tested with {name} {found.first} to {found.last}, and this is "
+            f"{found.version}",
+            stacklevel=3,
+        )
+
+
+def _framework(name: str) -> Framework:
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        found = None
+    ours = sys.modules.get(f"{__name__}.{name}")
+    is_registered = getattr(ours, "is_registered", None)
+    return Framework(name, found, *TESTED[name], bool(is_registered and is_registered()))
+
+
+def _minor(text: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(part) for part in text.split(".")[:2])

@@ -77,7 +77,9 @@ def test_jax_is_timed_on_cases_that_have_the_words(monkeypatch):
 
 
 GPU_PROGRAMS = {"host": (), "in_jax": (), "lengths": (), "splits": ("out.csv",), "steps": ()}
-GPU_PROGRAMS |= {"training": ()}
+GPU_PROGRAMS |= {"in_transformers": (), "torchs": (), "training": ()}
+# By program the framework that it needs.
+NEEDS = {"in_jax": "jax", "in_transformers": "transformers"}
 
 
 def ended(name: str, words: tuple[str, ...], capsys) -> tuple[object, str, str]:
@@ -88,8 +90,8 @@ def ended(name: str, words: tuple[str, ...], capsys) -> tuple[object, str, str]:
 
 @pytest.mark.parametrize(("name", "words"), GPU_PROGRAMS.items())
 def test_a_bench_without_a_gpu_is_one_line(name, words, monkeypatch, capsys, tmp_path):
-    if name == "in_jax":
-        pytest.importorskip("jax")
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     monkeypatch.chdir(tmp_path)
 
     def absent():
@@ -122,6 +124,6 @@ def test_every_bench_says_its_usage(capsys):
     programs = [path.stem for path in folder.glob("*.py") if "__main__" in path.read_text()]
     assert {*GPU_PROGRAMS, "small_calls"} == set(programs)
     for name in programs:
-        if name != "in_jax" or find_spec("jax"):
+        if name not in NEEDS or find_spec(NEEDS[name]):
             code, out, err = ended(name, ("--help",), capsys)
             assert not code and not err and f"python -m heedful.bench.{name}" in out

@@ -1,0 +1,145 @@
+"""A mask as the lengths of sequences: no array of queries x keys, and one tensor for all layers.
+
+Transformers hands a mask of four dimensions on as it is, from `generate` through the model to each
+layer. So a compact mask has four: (1 + causal, 2 + left, 16 * (n + 1), 1), for n sequences in the
+tokens of the batch, one row of it after the other. Only the third dimension holds memory: the bytes
+of cu_q, cu_k, used_q and used_k, the last two with a 0 at their end. The sizes of the first two say
+what the lengths do not: whether the mask is causal, and its window.
+
+A layer that knows nothing of this must not use it as a mask. So the bytes are called float8: torch
+raises if they are added to scores of another dtype, or if scores are filled or chosen by them. The
+last dimension is 1, so that a slice of keys leaves it whole.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+_ATTRIBUTE = "_heedful_compact"
+# No model computes masks in it.
+_DTYPE = torch.float8_e4m3fn
+
+
+class Compact(NamedTuple):
+    """n sequences in the tokens of a batch.
+
+    cu_q, cu_k: int32 (n + 1,), where their storage begins. used_q, used_k: int32 (n,), how many
+    tokens of it they use. causal, left: as in `Pattern`.
+
+    In eager mode a mask also knows:
+    whole: each row of the batch is one sequence that uses all of it.
+    cache_seqlens, leftpad: int32 (batch,), where each row of the batch is one sequence whose last
+    tokens are the queries: where its keys end and begin.
+    """
+
+    cu_q: Tensor
+    cu_k: Tensor
+    used_q: Tensor
+    used_k: Tensor
+    causal: bool
+    left: int
+    whole: bool = False
+    cache_seqlens: Tensor | None = None
+    leftpad: Tensor | None = None
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """As `window_size` of our calls."""
+        return self.left, self.left if self.left < 0 or not self.causal else 0
+
+    def as_mask(self) -> Tensor:
+        """The mask that transformers hands to the layers."""
+        used = [torch.nn.functional.pad(x, (0, 1)) for x in (self.used_q, self.used_k)]
+        rows = torch.cat([self.cu_q, self.cu_k, *used]).int()
+        mask = rows.view(_DTYPE).view(1, 1, -1, 1)
+        mask = mask.expand(1 + self.causal, 2 + self.left, -1, 1)
+        if not is_compiling():
+            setattr(mask, _ATTRIBUTE, self._replace(**_parts(rows)))
+        return mask
+
+
+def is_compact(mask: Tensor) -> bool:
+    return mask.dtype == _DTYPE
+
+
+def read(mask: Tensor, batch: int, q_length: int, k_length: int) -> Compact:
+    """The sequences of a compact mask. Raises ValueError if it was cut on its way."""
+    if not is_compiling():
+        known = getattr(mask, _ATTRIBUTE, None)
+        if known is not None:
+            return known
+    if mask.dim() != 4 or mask.shape[0] > 2 or mask.shape[1] < 1 or mask.shape[2] % 16:
+        raise ValueError(f"a compact mask was changed on its way to a layer: {tuple(mask.shape)}")
+    causal, left, rows = mask.shape[0] == 2, mask.shape[1] - 2, mask[0, 0, :, 0]
+    found = Compact(**_parts(rows.contiguous().view(torch.int32)), causal=causal, left=left)
+    if not is_compiling():
+        _check(found, batch * q_length, batch * k_length)
+        setattr(mask, _ATTRIBUTE, found)
+    return found
+
+
+def _parts(rows: Tensor) -> dict[str, Any]:
+    cu_q, cu_k, used_q, used_k = rows.view(4, -1).unbind(0)
+    return {"cu_q": cu_q, "cu_k": cu_k, "used_q": used_q[:-1], "used_k": used_k[:-1]}
+
+
+def _check(found: Compact, tokens_q: int, tokens_k: int) -> None:
+    """That the storage is all tokens; waits for the device, where the mask is another tensor than
+    the one that was made: on another device, or cut."""
+    ends = torch.stack([found.cu_q[0], found.cu_k[0], found.cu_q[-1], found.cu_k[-1]]).tolist()
+    if ends != [0, 0, tokens_q, tokens_k]:
+        raise ValueError(
+            f"a compact mask was changed on its way to a layer: it is of {ends[2]} queries and "
+            f"{ends[3]} keys, and the layer has {tokens_q} and {tokens_k}"
+        )
+
+
+def of_rows(begin: Tensor, stop: Tensor, first: Tensor, last: Tensor, lengths: tuple[int, int]):
+    """cu_q, cu_k, used_q and used_k of one sequence in each row of a batch, whose rows are
+    lengths = (queries, keys) long. Its queries are those from begin to stop, its keys those from
+    first to last, all (batch,). A sequence without tokens comes first and takes what lies before
+    the first row's."""
+    rows = torch.arange(begin.shape[0] + 1, device=begin.device)
+    pad = torch.nn.functional.pad
+    cu = [
+        pad(rows * length + pad(start, (0, 1)), (1, 0))
+        for start, length in zip((begin, first), lengths, strict=True)
+    ]
+    used = [
+        pad((end - start).clamp(min=0), (1, 0)) for start, end in ((begin, stop), (first, last))
+    ]
+    return {
+        "cu_q": cu[0].int(),
+        "cu_k": cu[1].int(),
+        "used_q": used[0].int(),
+        "used_k": used[1].int(),
+    }
+
+
+def dense(found: Compact, batch: int, q_length: int, k_length: int) -> Tensor:
+    """The mask as bool (batch, 1, q_length, k_length), for what only takes such."""
+    row_q, at_q, own_q = _places(found.cu_q, found.used_q, batch, q_length)
+    row_k, at_k, own_k = _places(found.cu_k, found.used_k, batch, k_length)
+    shift = (found.used_k - found.used_q).long()
+    at = (at_q + shift[row_q])[:, :, None]
+    key = at_k[:, None, :]
+    sees = (row_q[:, :, None] == row_k[:, None, :]) & own_q[:, :, None] & own_k[:, None, :]
+    if found.causal:
+        sees &= key <= at
+    left, right = found.window
+    if left >= 0:
+        sees &= key >= at - left
+    if right >= 0:
+        sees &= key <= at + right
+    return sees[:, None]
+
+
+def _places(cu: Tensor, used: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each token (batch, length): its sequence, its place there, and whether it is used."""
+    tokens = torch.arange(batch * length, device=cu.device)
+    row = torch.bucketize(tokens, cu[1:].long(), right=True).clamp(max=used.shape[0] - 1)
+    at = tokens - cu.long()[row]
+    own = (at >= 0) & (at < used.long()[row])
+    return row.view(batch, -1), at.view(batch, -1), own.view(batch, -1)

@@ -1,0 +1,244 @@
+"""The mask function of transformers' `AttentionMaskInterface`: None where the layers know all,
+lengths where those say it, and bool of queries x keys for whatever else a model asks for."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from transformers import masking_utils
+
+from heedful.integrations.transformers.compact import Compact, of_rows
+from heedful.integrations.transformers.paths import tell_why
+from heedful.integrations.transformers.patterns import Pattern, Request, find, find_traced
+
+# How many documents a row of a batch may have in compiled code, where shapes have to be known.
+MOST_DOCUMENTS = 256
+
+
+class Place(NamedTuple):
+    """Where the queries and the keys of a call lie.
+
+    begin: the key that stands where the first query does. end: the key after the last query's; a
+    tensor where a static cache counts on the device.
+    """
+
+    batch: int
+    q_length: int
+    kv_length: int
+    begin: int | Tensor
+    device: torch.device | str
+
+    @property
+    def end(self) -> int | Tensor:
+        return self.begin + self.q_length
+
+    @property
+    def is_static(self) -> bool:
+        return isinstance(self.begin, Tensor)
+
+    @property
+    def ends_with_keys(self) -> bool:
+        """Whether the last query is known to stand at the last key."""
+        return not self.is_static and bool(self.end == self.kv_length)
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **others: Any,
+) -> Tensor | None:
+    """The mask of a model's layers, from the arguments of transformers' own mask functions.
+
+    Args:
+        attention_mask: bool (batch, tokens), where a token counts. It is read once, which waits for
+            the device; compiled code does not read it, and has the device check it.
+
+    Returns:
+        None: causal or bidirectional as the layer is, without padding, and no window that hides
+        something. A compact mask (see `compact`): what lengths and a window say. A bool mask
+        (batch, 1, q_length, kv_length): anything else.
+    """
+    request = Request(
+        mask_function,
+        use_vmap,
+        local_size,
+        allow_is_causal_skip,
+        allow_is_bidirectional_skip,
+        config,
+        attention_mask is None and 1 < q_length == kv_length and not isinstance(q_offset, Tensor),
+    )
+    place = Place(batch_size, q_length, kv_length, q_offset - kv_offset, device)
+    found = (find_traced if is_compiling() else find)(request)
+    padding = None
+    if attention_mask is not None:
+        padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        padding = padding[:, kv_offset : kv_offset + kv_length]  # pyright: ignore[reportOptionalSubscript]
+    made: Tensor | str | None
+    made = found if isinstance(found, str) else _of_lengths(found, place, padding, mask_function)
+    if not isinstance(made, str):
+        return made
+    bools = masking_utils.sdpa_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,  # pyright: ignore[reportArgumentType]
+        kv_offset,
+        mask_function,
+        attention_mask,
+        local_size,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        use_vmap=use_vmap,
+        device=device,
+        **others,
+    )
+    return None if bools is None else tell_why(bools, made)
+
+
+def _of_lengths(
+    found: Pattern, place: Place, padding: Tensor | None, mask_function: Callable
+) -> Tensor | str | None:
+    """The mask of a pattern: none, compact, or why neither can say it."""
+    if found.documents is not None:
+        if padding is not None or not place.ends_with_keys or place.q_length != place.kv_length:
+            return "documents beside padding or a cache"
+        if isinstance(found.documents, bool):
+            return documents_traced(mask_function, found.left, place)
+        ids = found.documents.expand(place.batch, -1)
+        return documents(ids, found.causal, found.left, place.device).as_mask()
+    if found.causal and not place.is_static and place.end > place.kv_length:
+        return "queries that stand past the last key"
+    if not found.causal and _hides(found, place) and not place.ends_with_keys:
+        return "a window to both sides, with keys after the last query"
+    if padding is None:
+        return _unpadded(found, place)
+    return _padded(found, place, padding)
+
+
+def _hides(found: Pattern, place: Place) -> bool:
+    """Whether the window of a pattern hides any key."""
+    return 0 <= found.left < place.kv_length - 1
+
+
+def _unpadded(found: Pattern, place: Place) -> Tensor | None:
+    whole = not found.causal or place.ends_with_keys
+    if whole and not _hides(found, place):
+        return None
+    first = torch.zeros(place.batch, dtype=torch.int32, device=place.device)
+    last = _last_seen(torch.full_like(first, place.kv_length), found, place)
+    return _of_rows(found, place, (first, last), whole, found.causal)
+
+
+def _padded(found: Pattern, place: Place, padding: Tensor) -> Tensor | str | None:
+    """As `_of_lengths`: one wait for the device, or in compiled code a check that it makes."""
+    at = torch.arange(place.kv_length, device=padding.device)
+    count = padding.sum(1)
+    first = padding.int().argmax(1)
+    last = first + count
+    unbroken = (padding == ((at >= first[:, None]) & (at < last[:, None]))).all()
+    if is_compiling():
+        _check_there(
+            unbroken, "heedful: compiled code takes no attention_mask with holes in a sequence"
+        )
+        whole = has_last = False
+    else:
+        reaches = (last >= place.end).all() if found.causal else unbroken
+        facts = [unbroken, (count == place.kv_length).all(), (first == 0).all(), reaches]
+        is_unbroken, is_full, at_start, has_last = torch.stack(facts).tolist()
+        if not is_unbroken:
+            return "an attention_mask with holes inside of a sequence"
+        whole = is_full and (not found.causal or place.ends_with_keys)
+        # Padding to the right of a causal mask: what counts sees none of it.
+        from_start = not place.is_static and place.begin == 0 and place.ends_with_keys
+        whole = bool(whole or (found.causal and at_start and from_start))
+        if whole and not _hides(found, place):
+            return None
+    last = _last_seen(last, found, place)
+    return _of_rows(found, place, (first, last), whole, found.causal and has_last)
+
+
+def _last_seen(last: Tensor, found: Pattern, place: Place) -> Tensor:
+    """Where the keys end that any query of a causal mask sees."""
+    if not found.causal:
+        return last
+    end = torch.as_tensor(place.end, dtype=last.dtype, device=last.device)
+    return torch.minimum(last, end.reshape(-1))
+
+
+def _of_rows(
+    found: Pattern, place: Place, keys: tuple[Tensor, Tensor], whole: bool, has_last: bool
+) -> Tensor:
+    """The compact mask of one sequence in each row. keys: (first, last) of each, (batch,).
+    has_last: the queries are each row's last tokens."""
+    first, last = keys
+    if found.causal or found.left >= 0:
+        # A query stands at a key of its own.
+        begin = (first - place.begin).clamp(0, place.q_length)
+        stop = (last - place.begin).clamp(0, place.q_length)
+    else:
+        begin, stop = torch.zeros_like(first), torch.full_like(first, place.q_length)
+    lengths = place.q_length, place.kv_length
+    made = Compact(
+        **of_rows(begin, stop, first, last, lengths),
+        causal=found.causal,
+        left=found.left if _hides(found, place) else -1,
+        whole=whole,
+        cache_seqlens=last.int() if has_last else None,
+        leftpad=first.int() if has_last else None,
+    )
+    return made.as_mask()
+
+
+def _check_there(holds: Tensor, words: str) -> None:
+    """Has the device raise unless a bool () holds."""
+    torch._assert_async(holds, words)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def documents(ids: Tensor, causal: bool, left: int, device: torch.device | str) -> Compact:
+    """The sequences of packed documents; waits for the device once. ids: (batch, length), by token
+    its document; no document goes on in the next row."""
+    ids = ids.to(device)
+    is_new = torch.ones_like(ids, dtype=torch.bool)
+    is_new[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    starts = is_new.reshape(-1).nonzero().squeeze(1)
+    cu = torch.cat([starts, starts.new_full((1,), ids.numel())]).int()
+    return Compact(cu, cu, cu.diff(), cu.diff(), causal, left)
+
+
+def documents_traced(mask_function: Callable, left: int, place: Place) -> Tensor:
+    """As `documents` in compiled code: of a static shape, and without a wait. A document begins
+    where a token does not see the one before it. The device raises if the mask is not causal by
+    documents, or has more than MOST_DOCUMENTS of them in a row."""
+    batch, length = place.batch, place.q_length
+    at = torch.arange(length, device=place.device)[None]
+    row = torch.arange(batch, device=place.device)[:, None]
+    head = torch.zeros_like(at)
+    sees_before = mask_function(row, head, at, (at - 1).clamp(min=0)).expand(batch, length)
+    sees_after = mask_function(row, head, at, (at + 1).clamp(max=length - 1))
+    _check_there(
+        (~sees_after | (at == length - 1)).all(),
+        "heedful: in compiled code a mask without padding has to be causal by documents",
+    )
+    is_new = (~sees_before | (at == 0)).reshape(-1)
+    document = is_new.int().cumsum(0) - 1
+    tokens, most = batch * length, batch * min(MOST_DOCUMENTS, length)
+    _check_there(
+        document[-1] < most, f"heedful: compiled code takes {MOST_DOCUMENTS} documents a row"
+    )
+    places = torch.arange(tokens, device=place.device)
+    cu = places.new_full((most + 1,), tokens)
+    cu = cu.scatter_reduce(0, document.long().clamp(max=most), places, "amin").int()
+    return Compact(cu, cu, cu.diff(), cu.diff(), True, left).as_mask()
