@@ -2,7 +2,11 @@
 what runs them is the dispatcher below autograd, as on a GPU."""
 
 import inspect
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -370,6 +374,17 @@ def test_context_parallels_pieces_add_up_to_the_whole(report):
     torch.testing.assert_close(parts[0][0] + parts[1][0], whole[0])
     for i in (1, 2):
         torch.testing.assert_close(torch.cat([part[i] for part in parts], 2), whole[i])
+
+
+def test_torchs_ring_runs_ours():
+    """Torch's context parallelism over two processes: FlashAttention's operators and cuDNN's."""
+    pytest.importorskip("torch.distributed.tensor.experimental._context_parallel")
+    script = Path(__file__).parents[2] / "support" / "runs" / "torchs_ring.py"
+    path = os.pathsep.join(filter(None, sys.path))
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("agrees") == 2
 
 
 def test_a_compiled_call_is_the_eager_one(report):
