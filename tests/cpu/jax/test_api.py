@@ -27,6 +27,7 @@ CASES = [
     Case(heads_q=4, causal=True, varlen="qk", dropout_p=0.2, alibi="h", lse_grad=False),
     Case(heads_q=4, causal=True, bias="bqk", bias_dtype="bool", sink=True),
     Case(varlen="qk", bias="qk", bias_dtype="bool", used="qk"),
+    Case(dtype="bfloat16", heads_q=4, causal=True, sink=True, sink_dtype="bfloat16"),
     Case(varlen="q", page_size=8, window=(9, 3), softcap=2.0),
     Case(used="k", page_size=4, backward=False, causal=True, seqlen_q=2),
     Case(kv_dtype="int8", kv_group=8, kv_shift=True, backward=False, used="k", leftpad_k=True),

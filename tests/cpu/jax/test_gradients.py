@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 jax = pytest.importorskip("jax")
 from jax import numpy as jnp  # noqa: E402
 
 import heedful.jax as hj  # noqa: E402
+from heedful.reference.convert import as_numpy  # noqa: E402
 from support.problems.budget import Results, check  # noqa: E402
 from support.problems.cases import Case, build, variants  # noqa: E402
 from support.runs import jax_api  # noqa: E402
@@ -25,6 +25,7 @@ CASES = [
     ),
     Case(varlen="qk", batch=3, causal=True, used="qk"),
     Case(bias="qk", bias_dtype="bool"),
+    Case(dtype="bfloat16", sink=True, sink_dtype="bfloat16"),
 ]
 
 
@@ -46,7 +47,7 @@ def test_the_gradients_are_the_oracles(case):
         return {"out": out, "lse": lse, **grads._asdict()}
 
     found = {n: None if a is None else as_tensor(a) for n, a in both(x, dout, dlse).items()}
-    check(built, Results(**{n: None if t is None else np.asarray(t) for n, t in found.items()}))
+    check(built, Results(**{n: as_numpy(t) for n, t in found.items()}))
 
 
 def test_the_gradient_of_a_bias_has_its_shape_and_can_be_left_out():

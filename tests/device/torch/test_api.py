@@ -43,6 +43,17 @@ CALLS = [
         varlen=["qk"],
         sink=[True],
     ),
+    Case(dtype="bfloat16", head_dim=64, sink=True, sink_dtype="bfloat16", causal=True),
+    Case(dtype="float16", head_dim=64, sink=True, sink_dtype="float16", varlen="qk"),
+    Case(dtype="bfloat16", head_dim=64, heads_q=4, index_dtype="int64", causal=True, varlen="qk"),
+    *variants(
+        Case(
+            dtype="bfloat16", head_dim=64, heads_q=4, index_dtype="int64", used="k", backward=False
+        ),
+        page_size=[16],
+        kv_batch_idx=[True],
+        leftpad_k=[True],
+    ),
     Case(dtype="bfloat16", tree_mask=True, used="k", seqlen_q=6, lens_k=(50, 6), backward=False),
 ]
 
@@ -104,6 +115,21 @@ def test_a_replayed_graph_reads_a_bool_bias_anew():
     graph.replay()
     for got, want in zip(results, step(), strict=True):
         assert torch.equal(got, want)
+
+
+def test_a_replayed_graph_reads_lengths_of_int64_anew():
+    q, k, v = randn(12, 4, 64), randn(12, 4, 64), randn(12, 4, 64)
+    cu = torch.tensor([0, 3, 8, 12], device="cuda")
+
+    def call():
+        return heedful.flash_attn_varlen_func(q, k, v, cu, cu, 12, 12, causal=True)
+
+    graph, out = captured(call)
+    cu.copy_(torch.tensor([0, 1, 2, 12], device="cuda"))
+    graph.replay()
+    assert torch.equal(out, call())
+    want = heedful.flash_attn_varlen_func(q, k, v, cu.int(), cu.int(), 12, 12, causal=True)
+    assert torch.equal(out, want)
 
 
 def test_gradients_are_captured_too():

@@ -28,6 +28,8 @@ CASES = [
         head_dim=[128, 256],
     ),
     Case(dtype="float16", head_dim=64, bias="bqk", bias_dtype="bool", causal=True),
+    Case(dtype="float16", head_dim=64, varlen="qk", index_dtype="int64", batch=3, causal=True),
+    Case(dtype="bfloat16", head_dim=64, sink=True, sink_dtype="bfloat16", causal=True),
     Case(dtype="float16", head_dim=64, varlen="qk", used="qk", batch=3, causal=True),
     Case(dtype="float16", head_dim=64, varlen="q", page_size=16, used="k", batch=3),
 ]

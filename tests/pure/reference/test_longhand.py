@@ -63,6 +63,9 @@ def draw(seed: int) -> Case:
     if facts["dropout_p"]:
         facts |= {"dropout_origin": sometimes((1, 2**32 - 2, 5, 2**32 - 3))}
         facts |= {"return_probs": sometimes(True)}
+    facts |= {"index_dtype": sometimes("int64")}
+    if facts["sink"]:
+        facts |= {"sink_dtype": sometimes("bfloat16")}
     if facts["bias"]:
         facts |= {"bias_dtype": sometimes("bool")}
     facts = {name: value for name, value in facts.items() if value is not None}

@@ -30,8 +30,9 @@ class Case:
     window: as flash-attn's window_size, a third element is `first`. alibi: "", "h" or "bh".
     bias: the dims that it really has, of "bhqk" ("" = no bias, "k" = a key bias); bias_dtype: its
     own, such as "bool"; others' is that of q.
-    varlen: "", "q", "k" or "qk"; used: the same for seqused. layout: one of LAYOUTS, how q, k and v
-    lie in memory. v_in_k: v is the first columns of k. kv_dtype: of a quantised cache, with
+    sink_dtype, index_dtype: of the sink and of lengths and tables, where they are not float32 and
+    int32. varlen: "", "q", "k" or "qk"; used: the same for seqused. layout: one of LAYOUTS, how q,
+    k and v lie in memory. v_in_k: v is the first columns of k. kv_dtype: of a quantised cache, with
     kv_group values a scale.
     lens_q, lens_k: the lengths used; drawn from the seed, zero among them, when not given.
     """
@@ -56,6 +57,8 @@ class Case:
     bias: str = ""
     bias_dtype: str = ""
     sink: bool = False
+    sink_dtype: str = ""
+    index_dtype: str = ""
     tree_mask: bool = False
     varlen: str = ""
     used: str = ""
@@ -118,6 +121,10 @@ def build(
     shape_rng = np.random.default_rng([case.seed, FRESH])
     values = torch.Generator().manual_seed(FRESH * 10007 + case.seed * 1009 + draw)
     x = Operands(None, None, None, **_lengths(case, shape_rng))
+    if case.index_dtype:
+        own = _torch_dtype(case.index_dtype)
+        cast = (t.to(own) if t is not None and t.dtype == torch.int32 else t for t in x)
+        x = Operands._make(cast)
     x = x._replace(**_arrays(case, x, values))
     problem = _problem(case, x)
     total_q = x.q.shape[:-1]
@@ -237,7 +244,8 @@ def _score_arrays(case: Case, values: torch.Generator) -> dict:
         else:
             made["bias"] = _randn(values, own, case.bias_dtype or dtype).expand(full)
     if case.sink:
-        made["sink"] = torch.randn(case.heads_q, generator=values)
+        sink = torch.randn(case.heads_q, generator=values)
+        made["sink"] = sink.to(_torch_dtype(case.sink_dtype or "float32"))
     if case.dropout_p:
         made["seed"] = torch.tensor([case.seed * 0x9E3779B97F4A7C15 % 2**63], dtype=torch.int64)
     return made

@@ -284,7 +284,7 @@ def _check_shapes(x: Operands, options: Options, sizes: _Sizes, kv_dtype: str) -
 def _check_pages(x: Operands, sizes: _Sizes, k_name: str) -> None:
     if x.k.shape[1] < 1:
         raise ValueError(f"{k_name} must have pages of at least one key, got page_size 0")
-    check_dtype("block_table", x.block_table.dtype, "int32")
+    check_dtype("block_table", x.block_table.dtype, "int32", "int64")
     size, pages = x.k.shape[1], x.block_table.shape[1]
     if size.__class__ is pages.__class__ is int and size * pages > LONGEST:
         raise ValueError(
@@ -304,13 +304,13 @@ def _check_pages(x: Operands, sizes: _Sizes, k_name: str) -> None:
 
 
 def _check_lengths(x: Operands, options: Options, sizes: _Sizes) -> None:
-    """The int32 arrays that say where sequences lie."""
+    """The arrays of ints that say where sequences lie."""
     for operand in _LENGTHS:
         spec = getattr(x, operand)
         if spec is None:
             continue
         name = argument_name(operand, options.kind)
-        check_dtype(name, spec.dtype, "int32")
+        check_dtype(name, spec.dtype, "int32", "int64")
         if operand.startswith("cu_"):
             # The batch was counted by one of them.
             check_shape(name, spec.shape, x.cu_seqlens_q.shape, "(batch + 1,)")
@@ -352,7 +352,7 @@ def _check_score_operands(x: Operands, sizes: _Sizes) -> None:
         else:
             check_shape("alibi_slopes", slopes.shape, (batch, heads), "(batch, heads_q)")
     if x.sink is not None:
-        check_dtype("sink", x.sink.dtype, "float32")
+        check_dtype("sink", x.sink.dtype, *FLOATS)
         check_shape("sink", x.sink.shape, (heads,), "(heads_q,)")
     if x.tree_mask is not None:
         tree = x.tree_mask

@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 
 class Operands(NamedTuple):
-    """Inputs of one call after validation; None is absent. B batch, S seqlen, T packed tokens,
-    H query heads, G kv heads, D qk dim, E v dim.
+    """Inputs of one call after validation, as kernels get them; None is absent. B batch, S seqlen,
+    T packed tokens, H query heads, G kv heads, D qk dim, E v dim.
 
     q: (B, Sq, H, D), or (Tq, H, D) where cu_seqlens_q is given.
     k, v: (B, Sk, G, D | E), or (Tk, G, D | E) with cu_seqlens_k, or pages
@@ -46,7 +46,8 @@ class Operands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The results of a backward. dbias has size 1 where the bias repeats; dsink is float32 (H,)."""
+    """The results of a backward. Kernels give dbias size 1 where the bias repeats, and dsink, (H,),
+    in float32; callers get both as their own are."""
 
     dq: Any
     dk: Any

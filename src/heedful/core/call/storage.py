@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from heedful.core.base.arrays import ArraySpec, item_bytes
 from heedful.core.base.symbols import if_above
+from heedful.core.call.arguments import argument_name
 from heedful.core.call.operands import Operands
 from heedful.core.call.problem import NEAR_BYTES
 
@@ -20,12 +21,29 @@ def dense_rows(spec: ArraySpec) -> ArraySpec:
     return ArraySpec.contiguous(spec.shape, spec.dtype, spec.device)
 
 
-def copies(x: Operands) -> tuple[str, ...]:
-    """A note for the user about the arrays that are copied."""
+# The dtypes in which kernels get operands that may come in others.
+_CASTS = {"sink": "float32"}
+for _side in "qk":
+    _CASTS |= {f"cu_seqlens_{_side}": "int32", f"seqused_{_side}": "int32"}
+_CASTS |= {"block_table": "int32", "kv_batch_idx": "int32", "leftpad_k": "int32"}
+
+
+def casts(x: Operands) -> dict[str, str]:
+    """The dtypes to which operands are cast before kernels get them, by name."""
+    given = ((name, dtype, getattr(x, name)) for name, dtype in _CASTS.items())
+    return {n: dtype for n, dtype, spec in given if spec is not None and spec.dtype != dtype}
+
+
+def copies(x: Operands, kind: str = "dense") -> tuple[str, ...]:
+    """A note for the user about the arrays that are copied or cast. kind: of the options."""
     notes = [
         f"{name} is copied: its last dim has stride {spec.strides[-1]}"
         for name, spec in zip("qkv", x[:3], strict=True)
         if not has_dense_rows(spec)
+    ]
+    notes += [
+        f"{argument_name(name, kind)} is cast to {dtype} by a launch of its own"
+        for name, dtype in casts(x).items()
     ]
     if x.bias is not None and x.bias.dtype == "bool":
         dtype = mask_dtype(x.q.dtype)

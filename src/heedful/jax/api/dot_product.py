@@ -41,8 +41,8 @@ def dot_product_attention(
             of its own shape.
         scale: default 1 / sqrt(head_dim).
         is_causal: query i sees keys up to i, whatever the lengths.
-        query_seq_lengths, key_value_seq_lengths: int32 (batch,): how many tokens a sequence has;
-            rows after them are 0.
+        query_seq_lengths, key_value_seq_lengths: int32 or int64 (batch,): how many tokens a
+            sequence has; rows after them are 0.
         local_window_size: (left, right) keys around key i that query i sees, or one int for both.
         implementation: a backend of heedful's by name, or None.
         return_residual: also return the log-sum-exp (batch, seqlen_q, heads_q) as jax.nn does: in
@@ -128,7 +128,7 @@ def _packed(x: Operands, lengths_q: Array | None, lengths_k: Array | None) -> Op
         name = "query_seq_lengths" if side == "q" else "key_value_seq_lengths"
         if lengths is not None:
             check_array(name, lengths)
-            check_dtype(name, dtype_name(lengths.dtype), "int32")
+            check_dtype(name, dtype_name(lengths.dtype), "int32", "int64")
             check_shape(name, lengths.shape, (batch,), "(batch,)")
         used[f"cu_seqlens_{side}"] = jnp.arange(batch + 1, dtype=jnp.int32) * room
         used[f"seqused_{side}"] = lengths

@@ -21,7 +21,7 @@ from heedful.core.call.operands import Operands
 from heedful.core.call.problem import AttentionProblem
 from heedful.jax.api.merge import merged
 from heedful.jax.base.arrays import array_spec, check_array
-from heedful.jax.operands.plain import plain_options, plain_update
+from heedful.jax.operands.plain import as_int32, plain_options, plain_update
 from heedful.jax.traced import cache_step, cache_update, primitives, sharding, symbolic
 from heedful.jax.traced.call import adapted, check_arrays, computed, specs_of
 from heedful.jax.traced.primitives import Static
@@ -83,13 +83,13 @@ def flash_attn_with_kvcache(
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), q's dtype or float32. Keys are rotated
             at positions cache_seqlens, cache_seqlens + 1, ..., queries too if causal or windowed;
             otherwise all queries at position cache_seqlens. Only with k and v.
-        cache_seqlens: int, or int32 (batch,), which may be traced: tokens in the cache, without the
-            new ones. Default: the whole cache is used. In an array, a negative length marks a row
-            without a sequence (padding): nothing is written or read for it, and its rows of out are
-            0.
-        cache_batch_idx: int32 (batch,): which row of the cache belongs to each sequence.
-        cache_leftpad: int32 (batch,): where in its row a sequence begins.
-        block_table: int32 (batch, pages): where the pages of each sequence are.
+        cache_seqlens: int, or int32 or int64 (batch,), which may be traced: tokens in the cache,
+            without the new ones. Default: the whole cache is used. In an array, a negative length
+            marks a row without a sequence (padding): nothing is written or read for it, and its
+            rows of out are 0.
+        cache_batch_idx: int32 or int64 (batch,): which row of the cache belongs to each sequence.
+        cache_leftpad: int32 or int64 (batch,): where in its row a sequence begins.
+        block_table: int32 or int64 (batch, pages): where the pages of each sequence are.
         rotary_interleaved: rotate dims 0 and 1, 2 and 3, ... (GPT-J), else 0 and rotary_dim / 2,
             1 and rotary_dim / 2 + 1, ... (GPT-NeoX).
         return_softmax_lse: also return the log-sum-exp, float32 (batch, heads_q, q_len).
@@ -207,7 +207,7 @@ def _start(update: CacheUpdate, problem: AttentionProblem) -> Array:
     start = update.cache_seqlens
     if isinstance(start, int):
         return jnp.full((problem.batch,), start, jnp.int32)
-    return jnp.asarray(start)
+    return as_int32(start)
 
 
 def _writes(x: Operands, update: CacheUpdate, problem: AttentionProblem) -> bool:

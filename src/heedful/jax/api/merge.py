@@ -31,7 +31,7 @@ def merge_attn_states(
             bfloat16 or float32; or a list of such parts.
         lses: float32 (parts, batch, heads, seqlen) or (parts, heads, tokens): natural log-sum-exp,
             -inf where a part has no key for a query; or a list of such parts.
-        sink: float32 (heads,), or None.
+        sink: float (heads,), or None.
 
     Returns:
         out, one part's shape and dtype, and lse, float32. A query without any key gives 0 and -inf.
@@ -58,8 +58,9 @@ def merge_attn_states(
     check_shape("lses", lses.shape, (*lead, heads, rows), words)
     if sink is not None:
         check_array("sink", sink)
-        check_dtype("sink", dtype_name(sink.dtype), "float32")
+        check_dtype("sink", dtype_name(sink.dtype), *FLOATS)
         check_shape("sink", sink.shape, (heads,), "(heads,)")
+        sink = jnp.asarray(sink).astype(jnp.float32)
     with infinite_lse():
         return merged(outs, lses, sink)
 

@@ -50,17 +50,19 @@ def plain_update(update: CacheUpdate, batch: int) -> CacheUpdate:
     lengths = update.cache_seqlens
     if isinstance(lengths, (Array, np.ndarray)):
         if lengths.ndim == 0 and jnp.issubdtype(lengths.dtype, jnp.integer):
-            lengths = jnp.broadcast_to(_length(lengths), (batch,))
+            lengths = jnp.broadcast_to(as_int32(lengths), (batch,))
     elif lengths is not None:
-        lengths = plain_int("cache_seqlens", lengths, "an int, an int32 array or None")
+        lengths = plain_int("cache_seqlens", lengths, "an int, an int32 or int64 array or None")
     interleaved = plain_flag("rotary_interleaved", update.rotary_interleaved)
     return update._replace(cache_seqlens=lengths, rotary_interleaved=interleaved)
 
 
-def _length(length: Array | np.ndarray) -> Array:
-    """int32 (): as it is, or the nearest that there is."""
-    own = jnp if isinstance(length, Array) else np
-    return jnp.asarray(own.clip(length, *_lengths(length.dtype)).astype(np.int32))
+def as_int32(lengths: Array | np.ndarray) -> Array:
+    """Ints as they are, or the nearest that int32 has."""
+    if lengths.dtype == np.int32:
+        return jnp.asarray(lengths)
+    own = jnp if isinstance(lengths, Array) else np
+    return jnp.asarray(own.clip(lengths, *_lengths(lengths.dtype)).astype(np.int32))
 
 
 def _lengths(dtype: Any) -> tuple[int, int]:

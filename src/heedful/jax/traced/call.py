@@ -14,9 +14,15 @@ from heedful.core.call.arguments import AttentionCall, Options, argument_name
 from heedful.core.call.describe import check_results, describe
 from heedful.core.call.operands import Gradients, Operands
 from heedful.core.call.problem import AttentionProblem
-from heedful.core.call.storage import mask_dtype
+from heedful.core.call.storage import casts, mask_dtype
 from heedful.jax.base.arrays import array_spec, check_array, dtype_name
-from heedful.jax.operands.plain import origin_words, plain_flag, plain_options, seed_words
+from heedful.jax.operands.plain import (
+    as_int32,
+    origin_words,
+    plain_flag,
+    plain_options,
+    seed_words,
+)
 from heedful.jax.traced import primitives, sharding, symbolic
 from heedful.jax.traced.primitives import Static
 from heedful.jax.traced.registration import infinite_lse
@@ -93,7 +99,7 @@ def differentiate(
             raise ValueError(
                 f"{name} must have sizes that are known when it is traced, got {array.shape}"
             )
-    bias = x.bias
+    bias, sink = x.bias, x.sink
     bias_grad = plain_flag("bias_grad", bias_grad) and bias is not None and bias.dtype != bool
     problem, x, options, origin = _checked(x, options, seed, (True, bias_grad))
     specs = {name: None if array is None else array_spec(array) for name, array in saved.items()}
@@ -102,6 +108,8 @@ def differentiate(
     x, origin, arrays = sharding.alike((x, origin, arrays))
     asked = Static((), options, True, bias_grad)
     found = primitives.backward(x, origin, **arrays, asked=asked)
+    if sink is not None:
+        found = found._replace(dsink=found.dsink.astype(sink.dtype))
     if bias is not None and bias_grad:
         found = found._replace(dbias=found.dbias.reshape(bias.shape))
     return found
@@ -132,6 +140,10 @@ def check_call(
 
 def adapted(x: Operands) -> Operands:
     """Checked arrays as JAX's, with the dims that kernels know them by: those that repeat stay."""
+    for name, dtype in casts(specs_of(x)).items():
+        array = getattr(x, name)
+        array = as_int32(array) if dtype == "int32" else jnp.asarray(array).astype(dtype)
+        x = x._replace(**{name: array})
     x = Operands._make([None if array is None else jnp.asarray(array) for array in x])
     if x.bias is not None:
         bias = x.bias.reshape((1,) * (4 - x.bias.ndim) + x.bias.shape)

@@ -66,7 +66,7 @@ def flash_attn_func(
         return_attn_probs: for tests: also return the probabilities, see below.
         bias: float, broadcastable to (batch, heads_q, seqlen_q, seqlen_k); differentiable. Or bool:
             True where a query sees a key. A call makes it a bias of 16 bits, in memory of its own.
-        sink: float32 (heads_q,), a logit that takes part in every softmax without a value
+        sink: float (heads_q,), a logit that takes part in every softmax without a value
             (gpt-oss); differentiable.
         return_lse: also return the log-sum-exp of the scores.
         num_splits: how many ways the keys are split: 0 = choose, 1 = do not.
@@ -181,16 +181,18 @@ def flash_attn_varlen_func(
         k: (total_k, heads_k, head_dim), or with block_table (num_pages, page_size, heads_k,
             head_dim).
         v: as k, with head_dim_v.
-        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,) on the device: sequence b's storage is tokens
-            cu_seqlens[b] to cu_seqlens[b + 1]. Zero-length sequences are fine. cu_seqlens_k may be
-            None with block_table and seqused_k.
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 (batch + 1,) on the device, which calls cast to
+            int32 by a launch each: sequence b's storage is tokens cu_seqlens[b] to cu_seqlens[b +
+            1]. Zero-length sequences are fine. cu_seqlens_k may be None with block_table and
+            seqused_k.
         max_seqlen_q, max_seqlen_k: ints, at least the longest sequence. A tensor that is not on a
             CPU is not read, since that would wait for the device. The number of all tokens of q or
             k takes its place (or of all keys of a row of block_table, or the bias's own length), at
             the cost of some empty tiles.
-        block_table: int32 (batch, pages): where the pages of each sequence are; any page size.
-        seqused_q, seqused_k: int32 (batch,): how many tokens of its storage a sequence uses; the
-            rest is never read, and gives 0 with lse -inf.
+        block_table: int32 or int64 (batch, pages): where the pages of each sequence are; any page
+            size.
+        seqused_q, seqused_k: int32 or int64 (batch,): how many tokens of its storage a sequence
+            uses; the rest is never read, and gives 0 with lse -inf.
 
     Returns:
         As flash_attn_func: out (total_q, heads_q, head_dim_v), lse (heads_q, total_q), S_dmask

@@ -70,7 +70,7 @@ def explain(function: Callable, *args, **kwargs) -> str:
     kind = _KINDS[function]
     described, update = _cache_call(given) if kind == "kvcache" else (_call(kind, given), None)
     x, backend = described.x, described.options.backend
-    chosen = planned(describe(described), x.q.device, backend, copies(x))
+    chosen = planned(describe(described), x.q.device, backend, copies(x, kind))
     return plan.explain(chosen, None if update is None else _appended(chosen, update))
 
 
@@ -127,7 +127,8 @@ def _cache_call(given: dict[str, Any]) -> tuple[AttentionCall, CacheUpdate]:
             check_rotated_length(specs.cache_seqlens, last, specs)
     x, options = attention_part(call.x, options, specs)
     if specs.cache_seqlens is not None:
-        x = x._replace(seqused_k=ArraySpec.contiguous((problem.batch,), "int32", x.q.device))
+        dtype = getattr(specs.cache_seqlens, "dtype", "int32")
+        x = x._replace(seqused_k=ArraySpec.contiguous((problem.batch,), dtype, x.q.device))
     if specs.rotary_cos is not None:
         # Attention gets the rotated q, which is dense.
         x = x._replace(q=ArraySpec.contiguous(x.q.shape, x.q.dtype, x.q.device))

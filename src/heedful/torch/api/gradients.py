@@ -11,8 +11,7 @@ from heedful.core.call.describe import check_packed
 from heedful.core.call.operands import Gradients, Operands
 from heedful.torch.api.attention import plain_lengths
 from heedful.torch.base.dispatch import is_bare, needs_dispatcher
-from heedful.torch.eager.calls import CALLS, make_seed
-from heedful.torch.operands.adapt import bias_gradient
+from heedful.torch.eager.calls import CALLS
 from heedful.torch.operands.plain import plain_origin, plain_window
 from heedful.torch.traced import library
 from heedful.torch.traced.private import wants_gradients
@@ -136,14 +135,10 @@ def _eager(x: Operands, options: Options, saved: tuple, seed, bias_grad: bool) -
         # As in `calls.attend`.
         how = None
     if call is not None and (dlse is None or _lies_as(dlse, lse)):
-        given = x
-        if call.dropout:
-            given = x._replace(seed=make_seed(seed, x.q.device))
+        given = x if call.plain else call.seeded(x, seed)
         found = call.backwards.like_latest((*call.backwards.pick(given), out, lse, dout), dlse)
         if found is not None:
-            if found.dbias is not None:
-                found = found._replace(dbias=bias_gradient(found.dbias, x.bias.shape))
-            return found
+            return library.own_gradients(found, x)
     return library.differentiate(x, options, saved, seed, bias_grad, known_as=how)
 
 

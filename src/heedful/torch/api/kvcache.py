@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, is_autocast_enabled
 from torch.compiler import is_compiling
 
-from heedful.core.base.numbers import FAR
+from heedful.core.base.numbers import FAR, LONGEST
 from heedful.core.call.arguments import (
     NUMBERS,
     CacheUpdate,
@@ -28,11 +28,12 @@ from heedful.torch.base.dispatch import (
     check_all_bare,
     needs_dispatcher,
 )
+from heedful.torch.base.forked import on_own_thread
 from heedful.torch.eager.cache_step import DeviceStep, named
 from heedful.torch.eager.cache_update import update_cache, update_plainly, used_keys, with_used
 from heedful.torch.eager.calls import CALLS, Call
 from heedful.torch.eager.keys import tensor_keys
-from heedful.torch.operands.adapt import adapt, autocast, dense_rows
+from heedful.torch.operands.adapt import adapt, autocast, cast, dense_rows
 from heedful.torch.operands.apart import cache_apart, cache_tensors, cache_values, check_cache_apart
 from heedful.torch.operands.checks import (
     FLOATS,
@@ -107,12 +108,12 @@ def flash_attn_with_kvcache(
             at positions cache_seqlens, cache_seqlens + 1, ..., queries too if causal or windowed;
             otherwise all queries at position cache_seqlens. They need k and v. There are at least
             as many positions as the cache holds, and no query may be at a position past the last.
-        cache_seqlens: int, or int32 (batch,): tokens in the cache, without the new ones. Default:
-            the whole cache is used. In a tensor, a negative length marks a row without a sequence
-            (padding): nothing is written or read for it, and its rows of out are 0.
-        cache_batch_idx: int32 (batch,): which row of the cache belongs to each sequence.
-        cache_leftpad: int32 (batch,): where in its row a sequence begins.
-        block_table: int32 (batch, pages): where the pages of each sequence are.
+        cache_seqlens: int, or int32 or int64 (batch,): tokens in the cache, without the new ones.
+            Default: the whole cache is used. In a tensor, a negative length marks a row without a
+            sequence (padding): nothing is written or read for it, and its rows of out are 0.
+        cache_batch_idx: int32 or int64 (batch,): which row of the cache belongs to each sequence.
+        cache_leftpad: int32 or int64 (batch,): where in its row a sequence begins.
+        block_table: int32 or int64 (batch, pages): where the pages of each sequence are.
         rotary_interleaved: rotate dims 0 and 1, 2 and 3, ... (GPT-J), else 0 and rotary_dim / 2,
             1 and rotary_dim / 2 + 1, ... (GPT-NeoX).
         return_softmax_lse: also return the log-sum-exp, float32 (batch, heads_q, q_len).
@@ -294,7 +295,8 @@ class CacheCall:
                 self.update = partial(update_plainly, problem.mask.bounded)
             else:
                 # A kernel that cannot be compiled must fail before the cache is written.
-                y = adapt(part._replace(q=given.q), self.attention.steps)
+                steps = *self.attention.casts, *self.attention.steps
+                y = adapt(part._replace(q=given.q), steps)
                 q_leaves = update.rotary_cos is not None and self.prefix is not None
                 self.step = DeviceStep(y, update, plan, whole_out, q_leaves)
             if self.prefix is not None:
@@ -326,7 +328,7 @@ class CacheCall:
             return None
         if step is None and x.leftpad_k is not None or step is not None and not step.counts:
             return None
-        if lengths is not None and dense_rows(lengths) is not lengths:
+        if lengths is not None and _as_operand(lengths) is not lengths:
             return None
         x = x._replace(seqused_k=lengths)
         tensors = {n: t for n, t in zip(Operands._fields, x, strict=True) if t is not None}
@@ -358,7 +360,7 @@ def _arguments(x: Operands, update: CacheUpdate) -> tuple:
 
 def _length_like(update: CacheUpdate, q: Tensor) -> Tensor:
     lengths = update.cache_seqlens
-    if isinstance(lengths, Tensor):
+    if isinstance(lengths, Tensor) and lengths.dtype == torch.int32:
         return lengths
     return q.new_empty(q.shape[0], dtype=torch.int32)
 
@@ -450,7 +452,14 @@ def _start(update: CacheUpdate, x: Operands) -> Tensor:
     if not isinstance(start, Tensor):
         shape, device = (x.q.shape[0],), x.q.device
         start = torch.full(shape, start, dtype=torch.int32, device=device)
-    return dense_rows(start)
+    return _as_operand(start)
+
+
+def _as_operand(lengths: Tensor) -> Tensor:
+    """Lengths as kernels take them: contiguous, of int32."""
+    if lengths.dtype != torch.int32:
+        return on_own_thread(cast, lengths, torch.int32)
+    return dense_rows(lengths)
 
 
 def _autocast(q: Tensor, k_cache: Tensor, k, v) -> tuple:
@@ -477,10 +486,14 @@ def _traced(x: Operands, options: Options, update: CacheUpdate, out):
         with torch.autocast(q.device.type, enabled=False):
             return _traced(x._replace(q=q), options, update, out)
     update, given = plain_update(update, q), plain_options(options)
+    lengths = update.cache_seqlens
     new = 0 if update.k is None else update.k.shape[1]
     if not is_compiling():
         check_cache(*cache_call(x, given, update, out))
         check_cache_apart(x, update, new > 0)
+    if isinstance(lengths, Tensor) and lengths.dtype == torch.int64:
+        lengths = lengths.clamp(-LONGEST, LONGEST).to(torch.int32)
+        update = update._replace(cache_seqlens=lengths)
     advance = given.causal or any(-1 < side < FAR for side in given.window_size[:2])
     if update.cache_seqlens is not None:
         if not isinstance(update.cache_seqlens, Tensor):

@@ -41,7 +41,7 @@ def merge_attn_states(
         lses: float32 (parts, batch, heads, seqlen) or (parts, heads, tokens): natural log-sum-exp,
             -inf, or +inf as FlashAttention-2 has it, where a part has no key for a query; or a list
             of such parts.
-        sink: float32 (heads,), or None.
+        sink: float (heads,), or None.
 
     Returns:
         out, one part's shape and dtype, and lse, float32. A query without any key gives 0 and -inf.
@@ -67,8 +67,9 @@ def merge_attn_states(
     check_shape("lses", lses.shape, (*lead, heads, rows), words)
     if sink is not None:
         check_tensor("sink", sink, outs.device, like="outs")
-        check_dtype("sink", sink, "float32")
+        check_dtype("sink", sink, *FLOATS)
         check_shape("sink", sink.shape, (heads,), "(heads,)")
+        sink = sink.float()
     given = (outs, lses) if sink is None else (outs, lses, sink)
     if (
         needs_dispatcher(outs, lses, given[-1])

@@ -70,6 +70,7 @@ class Prefix:
         """out and lse of the whole. x: the operands of the attention over the cache, of which part
         and lse came; on a GPU lse is a pair with its rest."""
         y, before = _operands(x.q, prefix), self.call
+        sink = None if sink is None else sink.float()
         if not before.plain:
             y = before.operands(y, None)
         first, first_lse, _ = before.forward(y, None)

@@ -27,7 +27,7 @@ def used_keys(x: Operands, start: Tensor, new: int) -> Tensor:
     """Keys that each sequence has once `new` ones are written from `start` in its storage on; none,
     0 or less, where `start` is negative."""
     used = torch.where(start < 0, start, start + new) if new else start
-    return used if x.leftpad_k is None else used - x.leftpad_k
+    return used if x.leftpad_k is None else used - x.leftpad_k.to(torch.int32)
 
 
 def update_cache(

@@ -21,7 +21,7 @@ from heedful.core.call.arguments import ABSENT, NUMBERS, AttentionCall, Options
 from heedful.core.call.describe import describe
 from heedful.core.call.operands import Operands
 from heedful.core.call.problem import AttentionProblem
-from heedful.core.call.storage import copies
+from heedful.core.call.storage import casts, copies
 from heedful.launch.code import packs
 from heedful.torch.base import device as devices
 from heedful.torch.base.dispatch import (
@@ -46,7 +46,13 @@ from heedful.torch.eager.kinds import (
     with_sizes,
 )
 from heedful.torch.eager.saved import Backwards
-from heedful.torch.operands.adapt import adapt, adaptations, autocast, bias_gradient
+from heedful.torch.operands.adapt import (
+    adapt,
+    adaptations,
+    autocast,
+    bias_gradient,
+    cast_steps,
+)
 from heedful.torch.operands.apart import OutApart
 from heedful.torch.operands.checks import (
     attention_call,
@@ -103,16 +109,16 @@ CALLS = settings.forgotten(LRU(2048))
 class Call:
     """A bound call: all that tensors of one key need each time, except their addresses.
 
-    steps: what the caller's tensors lack to be operands. plain: they go to the kernels as they
-    are, unchecked. results: 0 out, 1 with lse, 2 with the probabilities too. apart: what looks
-    whether `out`, where it is given, lies apart. wants_grad, like, alike: whether operands are of
-    this kind. backwards: of what the forward saves; None where nothing wants a gradient. wanting:
-    whether an operand requires a gradient that is not computed.
+    casts: the dtypes that the caller's tensors lack to be operands; steps: what else. plain: they
+    go to the kernels as they are, unchecked. results: 0 out, 1 with lse, 2 with the probabilities
+    too. apart: what looks whether `out`, where it is given, lies apart. wants_grad, like, alike:
+    whether operands are of this kind. backwards: of what the forward saves; None where nothing
+    wants a gradient. wanting: whether an operand requires a gradient that is not computed.
     """
 
     __slots__ = (
-        *("alike", "apart", "backwards", "checks", "dropout", "forward", "kind", "like", "plain"),
-        *("results", "runner", "steps", "wanting", "wants_grad"),
+        *("alike", "apart", "backwards", "casts", "checks", "dropout", "forward", "kind", "like"),
+        *("plain", "results", "runner", "steps", "wanting", "wants_grad"),
     )
 
     def __init__(
@@ -135,17 +141,20 @@ class Call:
         described = attention_call(x, options, grad, out, seed)._replace(v_in_k=v_in_k)
         check_all_bare(named_tensors(x, options, out, seed))
         problem = describe(described)
+        self.apart: Any = None  # where out is not None
         if keeps_rest:
             problem = replace(problem, keeps_rest=True)
         self.dropout = problem.dropout_p > 0
         own_seed = seed if self.dropout and isinstance(seed, Tensor) else None
-        if x.seed is not own_seed:
-            x = x._replace(seed=own_seed)
+        if out is not None:
+            self.apart = OutApart(out, x._replace(seed=None), seed, options.kind)
+        self.casts = cast_steps(casts(described.x))
+        x = adapt(x._replace(seed=own_seed), self.casts)
         self.steps = adaptations(x, problem)
         given = adapt(x, self.steps) if self.steps else x
         if self.dropout and x.seed is None:
             given = given._replace(seed=x.q.new_empty(1, dtype=torch.int64))
-        notes = copies(described.x)
+        notes = copies(described.x, options.kind)
         numbers = None if trace is None else trace()
         self.runner: Any = backends.prepare(problem, given, options.backend, notes, numbers)
         plan = self.runner.plan
@@ -156,14 +165,12 @@ class Call:
         self.forward = self.runner.forward
         if plan.backend == "sdpa":
             self.forward = partial(_dense_forward, self.runner.forward)
-        self.apart: Any = None  # where out is not None
-        if out is not None:
-            self.apart = OutApart(out, x._replace(seed=None), seed, options.kind)
         wanted = x.block_table is not None and settings.get("check_pages")
         on_cpu = plan.device.vendor == "cpu"
         self.checks = wanted or (on_cpu and any(i is not None for i in indices(x)))
         self.wanting = bool(wanting(x))
-        self.plain = not (self.steps or self.dropout or self.checks or self.wanting)
+        more = self.steps or self.casts or self.dropout or self.checks or self.wanting
+        self.plain = not more
         self.results = results_of(options)
         self.backwards: Backwards | None = None
         if problem.needs_grad:
@@ -193,7 +200,7 @@ class Call:
         the caller's tensors. comes_again: whether these lengths came before."""
         runner, call = self.runner.at(numbers, sizes, comes_again), object.__new__(Call)
         # One by one, in a third of the time of a loop.
-        call.checks, call.dropout = self.checks, self.dropout
+        call.casts, call.checks, call.dropout = self.casts, self.checks, self.dropout
         call.kind, call.plain, call.results = self.kind, self.plain, self.results
         call.steps, call.wanting, call.wants_grad = self.steps, self.wanting, self.wants_grad
         call.runner, call.forward = runner, runner.forward
@@ -223,7 +230,9 @@ class Call:
         return self.laid_out(self.seeded(x, seed))
 
     def seeded(self, x: Operands, seed) -> Operands:
-        """The caller's tensors, with the Philox key of this very call among them."""
+        """The caller's tensors in the operands' dtypes, with the Philox key of this very call."""
+        if self.casts:
+            x = adapt(x, self.casts)
         return x._replace(seed=make_seed(seed, x.q.device)) if self.dropout else x
 
     def laid_out(self, x: Operands) -> Operands:
@@ -453,6 +462,9 @@ def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) 
             if not isinstance(tensor, Tensor) or tensor.stride()[-1:] != (1,):
                 return None
             kind, own = of_tensor(name, tensor)
+            if tensor.dtype == torch.int64 and not kind.dense:
+                # Its cast has other strides.
+                return None
             kinds.append(kind)
             facts += (kind, tensor.device, tensor.requires_grad)
             sizes += own

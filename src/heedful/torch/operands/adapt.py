@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from heedful.core.base.numbers import LONGEST
 from heedful.core.call.operands import Operands, own_shape
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.call.storage import are_mappable, mask_dtype
@@ -27,6 +28,19 @@ def adapt(x: Operands, steps: tuple[Step, ...]) -> Operands:
     for step in steps:
         step(fields)
     return _new(Operands, fields)
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in another dtype, by one launch on a GPU; contiguous. On a CPU, where values are
+    checked, ints beyond int32 become the nearest that it has."""
+    if dtype == torch.int32 and tensor.device.type == "cpu":
+        tensor = tensor.clamp(-LONGEST, LONGEST)
+    return tensor.to(dtype, memory_format=torch.contiguous_format)
+
+
+def cast_steps(dtypes: dict[str, str]) -> tuple[Step, ...]:
+    """The changes of operands to these dtypes, which `core.call.storage.casts` found."""
+    return tuple([_cast(_INDEX[name], getattr(torch, dtype)) for name, dtype in dtypes.items()])
 
 
 def adaptations(x: Operands, problem: AttentionProblem) -> tuple[Step, ...]:
@@ -72,6 +86,13 @@ def _expansions(x: Operands, problem: AttentionProblem) -> list[Step]:
 def _copy(index: int) -> Step:
     def step(fields: list) -> None:
         fields[index] = on_own_thread(fields[index].contiguous)
+
+    return step
+
+
+def _cast(index: int, dtype: torch.dtype) -> Step:
+    def step(fields: list) -> None:
+        fields[index] = on_own_thread(cast, fields[index], dtype)
 
     return step
 

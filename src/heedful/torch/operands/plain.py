@@ -112,7 +112,9 @@ def plain_update(update: CacheUpdate, q: Any) -> CacheUpdate:
     lengths, interleaved = update.cache_seqlens, update.rotary_interleaved
     if not isinstance(lengths, Tensor):
         if lengths is not None:
-            lengths = plain_int("cache_seqlens", lengths, "an int, an int32 tensor or None")
+            lengths = plain_int(
+                "cache_seqlens", lengths, "an int, an int32 or int64 tensor or None"
+            )
     elif lengths.dim() == 0 and lengths.dtype in _WHOLE_NUMBERS and _has_rows(q):
         if lengths.dtype == torch.int64:
             lengths = lengths.clamp(-1, numbers.LONGEST)

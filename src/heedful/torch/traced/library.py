@@ -152,10 +152,9 @@ def differentiate(
         call = _call(x, given, True, bias_grad)
         _check_saved(call.problem, saved)
         if call.checks:
-            call.laid_out(x)
+            call.operands(x, x.seed)
         CALLS.latest[known_as] = call
-        grads = _gradients(call, x, saved, True)
-        return grads if grads.dbias is None else grads._replace(dbias=_of_bias(grads, x))
+        return own_gradients(_gradients(call, x, saved, True), x)
     if has_parts:
         take_shards()
     if not is_compiling():
@@ -187,12 +186,17 @@ def _gradients(call: Call, x: Operands, saved: tuple, kv_grad: bool) -> Gradient
     """Those of a bound call of plain tensors, as its kernels give them."""
     dout, dlse, out, lse = saved
     assert call.backwards is not None
-    kept = *call.backwards.pick(x), out, lse
+    kept = *call.backwards.pick(x if call.plain else call.seeded(x, x.seed)), out, lse
     return call.backwards(kept, dout, dlse, kv_grad, is_dispatched=True)
 
 
-def _of_bias(grads: Gradients, x: Operands) -> Tensor:
-    return bias_gradient(grads.dbias, x.bias.shape).contiguous()
+def own_gradients(grads: Gradients, x: Operands) -> Gradients:
+    """Gradients in the shapes and dtypes of the caller's tensors."""
+    if grads.dbias is not None:
+        grads = grads._replace(dbias=bias_gradient(grads.dbias, x.bias.shape).contiguous())
+    if grads.dsink is not None and grads.dsink.dtype != x.sink.dtype:
+        grads = grads._replace(dsink=grads.dsink.to(x.sink.dtype))
+    return grads
 
 
 def _is_usual(q, k, v, given: Options) -> bool:
@@ -331,11 +335,10 @@ def _empty_out(q, k, v, options: Options):
 def _backward(dout, dlse, out, lse, *args):
     x, options, (bias_grad, kv_grad) = split(args)
     call = _call(x, options, True, bias_grad)
-    grads = _gradients(call, x, (dout, dlse, out, lse), kv_grad)
-    dbias = x.q.new_empty(0) if grads.dbias is None else _of_bias(grads, x)
-    dsink = x.q.new_empty(0) if grads.dsink is None else grads.dsink
+    grads = own_gradients(_gradients(call, x, (dout, dlse, out, lse), kv_grad), x)
     dk, dv = (g.contiguous() if kv_grad else x.q.new_empty(0) for g in grads[1:3])
-    return grads.dq.contiguous(), dk, dv, dbias, dsink
+    more = [x.q.new_empty(0) if grad is None else grad for grad in grads[3:]]
+    return grads.dq.contiguous(), dk, dv, *more
 
 
 def _backward_fake(dout, dlse, out, lse, *args):

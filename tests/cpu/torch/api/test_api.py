@@ -51,6 +51,8 @@ DENSE = [
         seqlen_k=[0],
     ),
     Case(bias="qk", bias_dtype="bfloat16"),
+    Case(sink=True, sink_dtype="bfloat16", dtype="bfloat16", causal=True),
+    Case(sink=True, sink_dtype="float16", dtype="float16", head_dim=64),
 ]
 VARLEN = [
     Case(varlen="qk", batch=3),
@@ -77,6 +79,24 @@ VARLEN = [
     Case(varlen="qk", page_size=4, causal=True, heads_q=4, batch=3),
     Case(varlen="q", page_size=7, used="k", batch=3, sink=True, bias="bhqk"),
     Case(varlen="qk", batch=3, bias="bqk", bias_dtype="bool", dropout_p=0.3, used="qk"),
+    Case(varlen="qk", batch=3, index_dtype="int64", used="qk", causal=True),
+    Case(
+        batch=3,
+        varlen="qk",
+        index_dtype="int64",
+        sink=True,
+        sink_dtype="float16",
+        dtype="float16",
+    ),
+    Case(varlen="q", page_size=7, used="k", batch=3, index_dtype="int64"),
+    Case(varlen="qk", page_size=7, batch=3, index_dtype="int64", backward=False),
+    *variants(
+        Case(used="k", index_dtype="int64", backward=False, causal=True),
+        seqlen_q=[1, 2],
+        page_size=[4],
+        kv_batch_idx=[True],
+        leftpad_k=[True],
+    ),
 ]
 
 

@@ -42,6 +42,8 @@ PACKED = [
     ),
     Case(varlen="q", page_size=7, used="k", batch=3),
     Case(varlen="qk", batch=3, bias="bqk", bias_dtype="bool"),
+    Case(varlen="qk", batch=3, index_dtype="int64", used="qk"),
+    Case(dtype="bfloat16", sink=True, sink_dtype="bfloat16"),
 ]
 
 

@@ -55,7 +55,7 @@ def test_operands_and_options_are_named_as_the_public_function_has_them(kind, fu
 def test_used_lengths_are_checked_whichever_of_them_there_are():
     q = torch.randn(7, 2, 8)
     bounds = torch.tensor([0, 3, 7], dtype=torch.int32)
-    wrong = torch.tensor([2, 2])
+    wrong = torch.tensor([4, 2])
     for name in ("seqused_q", "seqused_k"):
         with pytest.raises((TypeError, ValueError), match=name):
             heedful.flash_attn_varlen_func(q, q, q, bounds, bounds, 4, 4, **{name: wrong})

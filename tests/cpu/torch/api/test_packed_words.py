@@ -15,11 +15,11 @@ keys, packed_keys = heedful.flash_attn_kvpacked_func, heedful.flash_attn_varlen_
     ("function", "given", "said"),
     [
         (dense, (QKV.double(),), r"qkv \(its q\) must be float16"),
-        (varlen, (ROWS, STARTS.long(), 8), "cu_seqlens must be int32"),
+        (varlen, (ROWS, STARTS.short(), 8), "cu_seqlens must be int32"),
         (varlen, (ROWS, STARTS, -1), "max_seqlen must be >= 0"),
         (keys, (Q, KV.half()), r"kv \(its k\) must be float32 like q"),
         (keys, (Q.double(), KV), "q must be float16"),
-        (packed_keys, (ROWS[:, 0], ROWS[:, :2], STARTS, STARTS.long(), 8, 8), "cu_seqlens_k must"),
+        (packed_keys, (ROWS[:, 0], ROWS[:, :2], STARTS, STARTS.short(), 8, 8), "cu_seqlens_k must"),
     ],
 )
 def test_an_error_names_what_was_given(function, given, said):

@@ -108,8 +108,10 @@ def test_lengths_of_another_type_are_calls_of_their_own(name):
     lengths["int32"] = STEP["cache_seqlens"]
     for _ in range(2):
         decode(**{"cache_seqlens": lengths[name]} if name != "int64" else {})
-    with pytest.raises(TypeError, match="^cache_seqlens must be int32"):
-        decode(cache_seqlens=lengths["int64"])
+    want = decode(cache_seqlens=lengths["int32"])
+    assert torch.equal(decode(cache_seqlens=lengths["int64"]), want)
+    with pytest.raises(TypeError, match="^cache_seqlens must be int32 or int64"):
+        decode(cache_seqlens=lengths["int32"].short())
     for short in (torch.zeros(1, dtype=INT), torch.zeros(2, 1, dtype=INT)):
         with pytest.raises(ValueError, match="^cache_seqlens must "):
             decode(cache_seqlens=short)

@@ -197,7 +197,7 @@ def test_an_update_with_plain_values_is_the_very_one():
     flag = CacheUpdate(cache_seqlens=lengths, rotary_interleaved=torch.tensor(True))
     found = plain.plain_update(flag, Q)
     assert found.cache_seqlens is lengths and found.rotary_interleaved is True
-    words = "cache_seqlens must be an int, an int32 tensor or None, got float (4.0)"
+    words = "cache_seqlens must be an int, an int32 or int64 tensor or None, got float (4.0)"
     wrong = CacheUpdate(cache_seqlens=4.0, rotary_interleaved=True)
     assert said(TypeError, plain.plain_update, wrong, Q) == words
     words = "rotary_interleaved must be a bool, got int (1)"
