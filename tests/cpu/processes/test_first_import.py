@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import heedful
 
@@ -36,3 +37,38 @@ def test_an_import_collects_nothing_and_leaves_the_collector_as_it_was(collector
     assert done.returncode == 0, done.stderr
     # One may come before the import, and one behind it.
     assert int(done.stdout) <= 2
+
+
+_MODULES = """
+import sys
+import torch
+before = {*sys.modules}
+import heedful
+q = torch.randn(1, 4, 1, 16, requires_grad=True)
+heedful.flash_attn_func(q, q, q).sum().backward()
+print(*sorted({name for name in {*sys.modules} - before if not name.startswith("heedful.")}))
+"""
+
+
+def test_a_first_call_imports_no_compiler(tmp_path):
+    """To load torch's takes longer than to load torch, Triton's as long as half a first call."""
+    env = {**os.environ, "PYTHONPATH": str(Path(heedful.__file__).parents[1])}
+    command = [sys.executable, "-c", _MODULES]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = done.stdout.split()
+    assert "heedful" in found
+    heavy = ("torch._dynamo", "torch._inductor", "triton", "torch.distributed", "jax", "numpy")
+    assert not [name for name in found if name.startswith(heavy)]
+
+
+def test_a_function_that_is_constant_when_traced_is_what_torch_makes_of_one():
+    from heedful.torch.traced.private import constant_when_traced
+
+    def one():
+        pass
+
+    def other():
+        pass
+
+    assert vars(constant_when_traced(one)) == vars(torch.compiler.assume_constant_result(other))

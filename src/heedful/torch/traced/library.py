@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import assume_constant_result, is_compiling
+from torch.compiler import is_compiling
 
 from heedful.core.call.arguments import Options, split
 from heedful.core.call.describe import check, check_out, check_results
@@ -38,7 +38,7 @@ from heedful.torch.traced.autograd_rules import (
     no_second_derivative,
 )
 from heedful.torch.traced.batching import attention_vmap, backward_vmap, inference_vmap, seed_vmap
-from heedful.torch.traced.private import keep_result, untraced
+from heedful.torch.traced.private import constant_when_traced, keep_result, untraced
 
 _OPERANDS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Operands._fields)
 _TYPES = {
@@ -366,7 +366,7 @@ def _kept_seed(seed):
     return seed.clone()
 
 
-@assume_constant_result
+@constant_when_traced
 def take_shards() -> None:
     """Has the operators take DTensors, from a process's first call of one on: to load their module
     takes half as long as to load torch. Not traced: Dynamo calls it where it would trace it."""

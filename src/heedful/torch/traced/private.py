@@ -52,6 +52,13 @@ def untraced(function):
     return function
 
 
+def constant_when_traced(function):
+    """Has torch.compile call a function where it would trace it, and take its result for good:
+    torch.compiler.assume_constant_result, which loads Dynamo for it, without that."""
+    function._dynamo_marked_constant = True
+    return function
+
+
 def keep_result(op) -> None:
     """Has torch.compile's partitioner save an operator's result for the backward, and never compute
     again what it is of: under an activation_memory_budget it would, though that is random, and the
