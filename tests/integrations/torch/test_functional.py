@@ -36,6 +36,24 @@ def test_a_call_of_16_bits_is_within_its_budgets(name, dtype):
     sdpa_calls.check(sdpa_calls.BY_NAME[name], "cpu", dtype)
 
 
+@pytest.mark.parametrize(
+    "calls",
+    [sdpa_calls.CALLS[::24], pytest.param(sdpa_calls.CALLS, marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_a_gpu_has_kernels_for_every_call_and_its_gradients(calls):
+    pytest.importorskip("triton")
+    from support.runs import standin
+
+    with standin.gpu("H200") as gpu, sdpa() as report:
+        for call in calls:
+            given = call.draw("cpu", torch.bfloat16, 0, 64)
+            dout = torch.zeros(sdpa_calls.plain(**given).shape)
+            sdpa_calls.results(sdpa_calls.call_torch, given, dout)
+    assert dict(report.ours) == {NAME: len(calls)} and not report.declined, str(report)
+    assert len(gpu.launches) >= 3 * len(calls)
+
+
 def test_there_are_more_than_448_calls():
     assert len(sdpa_calls.BY_NAME) == len(sdpa_calls.CALLS) == 864
 
@@ -50,6 +68,32 @@ def test_the_formula_of_the_tests_is_torchs(name):
 
 def qkv(*shape: int, dtype=torch.float32) -> list[Tensor]:
     return [torch.randn(shape or (2, 4, 9, 16), dtype=dtype) for _ in range(3)]
+
+
+OTHER_SHAPES = {
+    "two dims": ((9, 16), (7, 16), (7, 8), None),
+    "a mask of one dim": ((2, 4, 9, 16), (2, 4, 7, 16), (2, 4, 7, 16), (7,)),
+    "one batch of keys": ((3, 4, 9, 16), (1, 4, 7, 16), (1, 4, 7, 8), (3, 1, 9, 7)),
+    "one batch of queries": ((1, 4, 9, 16), (3, 4, 7, 16), (3, 4, 7, 8), None),
+    "one head of queries": ((2, 1, 9, 16), (2, 4, 7, 16), (2, 4, 7, 8), (4, 9, 7)),
+    "one head of keys and values": ((2, 4, 9, 16), (2, 1, 7, 16), (2, 1, 7, 16), (1, 1)),
+    "batches that broadcast": ((5, 1, 2, 9, 16), (1, 3, 2, 7, 16), (5, 3, 2, 7, 8), (3, 1, 9, 7)),
+    "no rows": ((2, 4, 0, 16), (2, 4, 7, 16), (2, 4, 7, 16), None),
+    "no keys": ((2, 4, 9, 16), (2, 4, 0, 16), (2, 4, 0, 16), None),
+    "no batch": ((0, 4, 9, 16), (0, 4, 7, 16), (0, 4, 7, 16), None),
+}
+
+
+@pytest.mark.parametrize("shapes", OTHER_SHAPES.values(), ids=OTHER_SHAPES)
+def test_shapes_broadcast_as_torchs_do(shapes):
+    *of_qkv, of_mask = shapes
+    q, k, v = (torch.randn(shape) for shape in of_qkv)
+    mask = None if of_mask is None else torch.randn(of_mask)
+    want = sdpa_calls.plain(q, k, v, mask)
+    with sdpa() as report:
+        got = F.scaled_dot_product_attention(q, k, v, mask)
+    torch.testing.assert_close(got, want)
+    assert report.ours[NAME] == 1, str(report)
 
 
 DECLINED = {

@@ -258,7 +258,7 @@ def _fits(shape: Sequence[int], full: Sequence[int]) -> bool:
 
 def _bias(mask: Tensor, lead: Sequence[int]) -> Tensor:
     """A mask that broadcasts to (*lead, rows, keys), in four dims at most."""
-    if mask.dim() <= 4:
+    if mask.dim() <= 3 or len(lead) == 2:
         return mask
     if any([n != 1 for n in mask.shape[:-3]]):
         mask = mask.expand(*lead[:-1], -1, -1, -1)
