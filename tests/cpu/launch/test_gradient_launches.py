@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import heedful
-from heedful.torch.api import merge
 from heedful.torch.eager import backends, execute
 from heedful.torch.eager.calls import CALLS, KINDS, LATEST
 from support import launches
@@ -182,8 +181,7 @@ def elsewhere(monkeypatch) -> Iterator[SimpleNamespace]:
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "device", entered)
-        for module in (execute, backends, merge):
-            patch.setattr(module, "current_device", lambda: current.index)
+        patch.setattr(execute, "current_device", lambda: current.index)
         yield current
 
 

@@ -305,7 +305,6 @@ def gpu(
         "current_device": lambda: None,
         "raw_stream": lambda _: machine.stream,
         "_is_capturing": lambda: machine.capturing,
-        "allocator": _poisoned,
         "maker": lambda where: lambda shape, _, dtype: _poisoned(shape, dtype, where)(),
     }
     with ExitStack() as stack:

@@ -185,7 +185,9 @@ def flash_attn_with_kvcache(
         # Tensors like those of the last such call are known without a key.
         call = CALLS.latest.get(how)
         if call is not None:
-            addresses = call.addresses(given)
+            addresses = call.like.addresses(given)
+            if addresses and (addresses[call.k] == addresses[call.v]) is not call.shares:
+                addresses = None
     except (TypeError, RuntimeError):
         # As in `calls.attend`.
         how = None
@@ -249,13 +251,25 @@ class CacheCall:
     autograd would record what torch does here, which nobody wants. aligned: whether all tensors
     begin at multiples of 16 bytes. on(addresses): the results of a call that is no more than one
     program on a GPU, from those that `addresses` gives; None in others. apart, apart_on: what looks
-    whether the call writes what it reads, of all its tensors, and of those that `on` has.
+    whether the call writes what it reads, of all its tensors, and of those that `on` has. like:
+    tells tensors of this kind; k, v: where the caches are among these, which begin at one address
+    if `shares`.
     """
 
     __slots__ = (
-        *("_caches", "_like", "_share", "aligned", "apart", "apart_on", "attention", "capacity"),
-        *("checks", "counts", "new", "on", "prefix", "records", "returns_lse", "rotated", "step"),
-        *("update",),
+        *("aligned", "apart", "apart_on", "attention", "capacity", "checks", "counts", "k", "like"),
+        *(
+            "new",
+            "on",
+            "prefix",
+            "records",
+            "returns_lse",
+            "rotated",
+            "shares",
+            "step",
+            "update",
+            "v",
+        ),
     )
 
     def __init__(self, x: Operands, options: Options, update: CacheUpdate, out: Tensor | None):
@@ -302,18 +316,18 @@ class CacheCall:
             if self.prefix is not None:
                 self.prefix.bind()
         self.counts = self.step is not None and self.step.counts
-        self._share = x.k.data_ptr() == x.v.data_ptr()
+        self.shares = x.k.data_ptr() == x.v.data_ptr()
         self._be_known(asked, update)
 
     def _be_known(self, x: Operands, update: CacheUpdate) -> None:
         """Sets what knows tensors of this kind again. x: without the lengths."""
         given, names = _arguments(x, update), self._program_names(x, update)
         places = None if names is None else [_ARGUMENTS.index(name) for name in names]
-        self._like = Likeness(given, places=places)
-        self._caches = 1, 2
-        self.aligned, self.on, self.apart_on = self._like.are_aligned(given), None, None
+        self.like = Likeness(given, places=places)
+        self.aligned = self.like.addresses(given) is not None
+        self.k, self.v, self.on, self.apart_on = 1, 2, None, None
         if names is not None:
-            self._caches = names.index("k_cache"), names.index("v_cache")
+            self.k, self.v = names.index("k_cache"), names.index("v_cache")
             runner: Any = self.step or self.attention.runner  # of a GPU: no other has names
             self.on = runner.on
             by_name = cache_tensors(x, update, None)
@@ -339,16 +353,6 @@ class CacheCall:
         same = [given[name] is tensor for name, tensor in zip(names, tensors.values(), strict=True)]
         count = sum([isinstance(argument, Tensor) for argument in given.values()])
         return names if all(same) and len(names) == count else None
-
-    def addresses(self, given: tuple) -> list[int] | None:
-        """Those of the tensors among the arguments, if they are aligned and of this kind, given
-        that they are there where this call's were; None if not."""
-        addresses = self._like.addresses(given)
-        if addresses is not None:
-            k, v = self._caches
-            if (addresses[k] == addresses[v]) is not self._share:
-                return None
-        return addresses
 
 
 def _arguments(x: Operands, update: CacheUpdate) -> tuple:

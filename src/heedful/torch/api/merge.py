@@ -13,7 +13,7 @@ from heedful.torch.base.arrays import array_spec
 from heedful.torch.base.device import device_spec
 from heedful.torch.base.dispatch import are_bare, needs_dispatcher
 from heedful.torch.base.forked import check_device
-from heedful.torch.eager.execute import Case, address_of, allocator, current_device
+from heedful.torch.eager.execute import Case
 from heedful.torch.eager.keys import tensor_keys
 from heedful.torch.eager.kinds import Kinds
 from heedful.torch.operands.adapt import dense_rows
@@ -111,29 +111,20 @@ class DeviceMerge:
         check_device(device)
         _, *shape = specs["partial_out"].shape
         _, *lse_shape = specs["partial_lse"].shape
-        out = ArraySpec.contiguous(tuple(shape), specs["partial_out"].dtype)
-        lse = ArraySpec.contiguous(tuple(lse_shape), "float32")
-        buffers = {"out": out, **specs, "lse": lse}
-        self._index = device.index
-        self._names = [name for name in buffers if name not in ("out", "lse")]
-        arch = device_spec(device).arch
-        program = portable.combine(buffers)
-        self._run = Case(program, arch, device, [*self._names, "out", "lse"]).alone()
-        self._new_out = allocator(shape, getattr(torch, out.dtype), device)
-        self._new_lse = allocator(lse_shape, torch.float32, device)
+        made = {"out": ArraySpec.contiguous(tuple(shape), specs["partial_out"].dtype)}
+        made["lse"] = ArraySpec.contiguous(tuple(lse_shape), "float32")
+        if "out" in specs:
+            del made["out"]
+        program, self._names = portable.combine(specs | made), [*specs]
+        self._run = Case(program, device_spec(device).arch, device, specs, made).alone()
 
     def __call__(
         self, tensors: dict[str, Tensor], out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """tensors: by the names of `specs`, all but `out`, which is made if it is None."""
-        if current_device() != self._index:
-            with torch.cuda.device(self._index):
-                return self(tensors, out)
-        lse = self._new_lse()
-        out = self._new_out() if out is None else out
-        given = [*(tensors[name] for name in self._names), out, lse]
-        self._run([*map(address_of, given)])
-        return out, lse
+        given = tensors if out is None else {**tensors, "out": out}
+        made = self._run([given[name].data_ptr() for name in self._names])
+        return made[0] if out is None else out, made[-1]
 
 
 def merged(

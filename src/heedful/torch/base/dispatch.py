@@ -56,15 +56,11 @@ def bare_backward(function: type[Function]) -> None:
         backward_class.apply = function.backward
 
 
-def same_metadata(*tensors: Tensor):
+def same_metadata(tensors: Sequence[Tensor], moving: Sequence[int] | None = None):
     """A function that tells whether tensors have these ones' types, shapes, strides, dtypes and
     devices, require gradients where these do, and are one where these are. Made for torch.compile's
-    guards, which want each but once; a fourth of the time of making a key and looking it up."""
-    return _same_kind(tensors, None)
-
-
-def _same_kind(tensors: Sequence[Tensor], moving: Sequence[int] | None):
-    """As `same_metadata`, but for sizes and strides that lengths may change: see Likeness."""
+    guards, which want each but once; a fourth of the time of making a key and looking it up.
+    moving: by tensor how many sizes come first that lengths may change, with the strides."""
     first = {id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
     indices = sorted(first.values())
     unique = [tensors[index] for index in indices]
@@ -113,34 +109,19 @@ class Likeness:
         if kinds is not None:
             moving = [kind.moving for kind in kinds]
             self._dense = [place for place, kind in zip(places, kinds, strict=True) if kind.dense]
-        self.alike = _same_kind(tensors, moving)
-
-    def are_aligned(self, values: Sequence[Any]) -> bool:
-        """Whether all tensors, which are where they were, begin at multiples of 16 bytes."""
-        bits = 0
-        for address in map(Tensor.data_ptr, self.pick(values)):
-            bits |= address
-        return not bits & 15
+        self.alike = same_metadata(tensors, moving)
 
     def addresses(self, values: Sequence[Any]) -> list[int] | None:
-        """Those of tensors that `fits` says are like those, of the same lengths; else None."""
+        """Those of tensors, which are where they were, if they are like those, and aligned; else
+        None. Strides of dims of one element are of no account."""
         tensors = self.pick(values)
         addresses = [*map(Tensor.data_ptr, tensors)]
         if reduce(or_, addresses) & 15 or 0 in addresses or not self.alike(*tensors):
             return None
-        return addresses
-
-    def fits(self, values: Sequence[Any], aligned: bool = False) -> bool:
-        """Whether tensors, which are where they were, are like those, and aligned. Strides of dims
-        of one element are of no account. aligned: they are known to be."""
-        tensors, bits = self.pick(values), 0
-        if not aligned:
-            for address in map(Tensor.data_ptr, tensors):
-                bits |= address or 1
         for place in self._dense:
             if not values[place].is_contiguous():
-                return False
-        return not bits & 15 and self.alike(*tensors)
+                return None
+        return addresses
 
 
 def is_bare(tensor: Tensor) -> bool:

@@ -28,13 +28,7 @@ from heedful.torch.base.device import device_spec, toolchain
 from heedful.torch.base.dispatch import Likeness
 from heedful.torch.base.forked import check_device
 from heedful.torch.eager.cpu_runner import Backward, CpuRunner
-from heedful.torch.eager.execute import (
-    Allocator,
-    Case,
-    Run,
-    address_of,
-    current_device,
-)
+from heedful.torch.eager.execute import Case, Run, address_of, as_results
 from heedful.torch.eager.kinds import (
     Kinds,
     Sizes,
@@ -121,24 +115,21 @@ class PlannedCase(Case):
 
     __slots__ = ("backwards", "kinds", "latest", "outs", "pick", "plan")
 
-    def __init__(self, chosen: Plan, direction: str, specs: dict, device, made, before=()):
-        """made: the arrays that the program's caller makes for it. before: numbers that come before
-        theirs: the lengths, of a forward."""
-        run = program(chosen, direction, specs)
-        super().__init__(run, chosen.device.arch, device, list(specs), made, before)
+    def __init__(self, chosen: Plan, direction: str, given: dict, made: dict, device, before=()):
+        """given, made, before: as of a Case; by the names of arrays."""
+        run = program(chosen, direction, given | made)
+        super().__init__(run, chosen.device.arch, device, given, made, before)
         self.plan = chosen
         self.backwards, self.outs = Kinds(), Kinds()
         self.latest: dict[bool, tuple[Likeness, GpuBackward]] = {}
 
 
-def _forward_case(chosen: Plan, specs: dict, device: torch.device) -> PlannedCase:
-    """The case of the forward of a plan on these operands; what else they hold is what it writes
-    into in place of memory of its own. Its first numbers are the lengths."""
-    made = results(chosen.problem)
-    own = [made[name] for name in ("out", "lse", "rest") if name in made]
-    specs = specs | {name: spec for name, spec in made.items() if name not in specs}
+def _forward_case(chosen: Plan, given: dict, device: torch.device) -> PlannedCase:
+    """The case of the forward of a plan on these arrays, results among them that it does not make.
+    Its first numbers are the lengths."""
+    made = {name: spec for name, spec in results(chosen.problem).items() if name not in given}
     lengths = [0 if length is None else length for length in chosen.problem.lengths]
-    return PlannedCase(chosen, "forward", specs, device, own, lengths)
+    return PlannedCase(chosen, "forward", given, made, device, lengths)
 
 
 class GpuRunner:
@@ -146,18 +137,17 @@ class GpuRunner:
     use, one per layout of the tensors that the caller chooses after planning (out)."""
 
     __slots__ = (
-        *("case", "_into_given", "_is_known", "_like", "_new_lse", "_new_out", "_numbers"),
-        *("_pick", "_run", "_sizes"),
+        *("case", "_into_given", "_is_known", "_like", "_numbers", "_run", "_sizes", "pick"),
     )
 
     def __init__(self, case: PlannedCase, numbers, like, sizes: Sequence[int]):
         """like: a problem from which lengths alone tell this one. sizes: what these change of the
         operands. numbers: what the case makes of both."""
         self.case, self._numbers, self._like, self._sizes = case, numbers, like, sizes
-        self._pick = case.pick
+        self.pick = case.pick
         self._run: Run | None = None  # once lengths have come again
         self._into_given: dict[tuple, Run | None] | None = None
-        self._is_known = False
+        self._is_known = False  # whether they came before
 
     def at(self, numbers: Sequence[Any], sizes: Sequence[int], comes_again: bool) -> "GpuRunner":
         """That of other lengths of the same case. comes_again: whether they came before."""
@@ -176,70 +166,33 @@ class GpuRunner:
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
         """(out, lse or None, probs or None). lse: a pair with its rest where that is kept."""
-        return self.on([*map(address_of, self._pick(x))], out)
+        return self.on([*map(address_of, self.pick(x))], out)
 
     def on(self, addresses: list[int], out: torch.Tensor | None = None):
         """The same of the addresses of the operands that are there, in a list for this call
         alone."""
-        if current_device() != self.case.index:
-            with torch.cuda.device(self.case.device):
-                return self.on(addresses, out)
         run = self._run
         if out is not None:
-            run, new_lse = self._bound_into(out), self._new_lse
+            addresses.append(out.data_ptr())
+            run = self._bound_into(out)
         elif run is None:
-            return self._first_on(addresses)
-        else:
-            out, new_lse = self._new_out(), self._new_lse
-        addresses.append(out.data_ptr())
-        lse = probs = None
-        if new_lse is not None:
-            lse = new_lse()
-            addresses.append(lse.data_ptr())
-            # Neither is there without it.
-            if self._like.return_probs:
-                probs = self._probs(self._numbers, out.dtype)
-                addresses.append(probs.data_ptr())
-            elif self._like.keeps_rest:
-                lse = lse, new_lse()
-                addresses.append(lse[1].data_ptr())
-        run(addresses)
-        return out, lse, probs
-
-    def _first_on(self, addresses: list[int]):
-        """Keeps nothing the first time, and the second what later ones need: most lengths come but
-        once."""
-        if self._is_known:
-            self.bind()
-            return self.on(addresses)
-        self._is_known = True
-        return self.once_on(self._numbers, addresses)
+            # Most lengths come but once, and so the first time nothing is kept.
+            if not self._is_known:
+                self._is_known = True
+                return self.once_on(self._numbers, addresses)
+            run = self._run = self.case.bind(self._numbers)
+        made = run(addresses)
+        if out is None and len(made) == 1:
+            return made[0], None, None
+        return as_results(made, self._like.keeps_rest, out)
 
     def once_on(self, numbers: Sequence[Any], addresses: list[int]):
         """The forward of lengths of the same case that most likely come but once, of which nothing
-        is kept. numbers: as `at` has them. addresses: of the operands that are there, in a list for
-        this call alone. Returns as `forward`."""
-        case = self.case
-        if current_device() != case.index:
-            with torch.cuda.device(case.device):
-                return self.once_on(numbers, addresses)
-        made, probs = case.make(numbers), None
-        addresses += map(address_of, made)
-        if self._like.return_probs:
-            probs = self._probs(numbers, made[0].dtype)
-            addresses.append(probs.data_ptr())
-        case.run(numbers, addresses)
-        lse = made[1] if len(made) == 2 else tuple(made[1:]) or None
-        return made[0], lse, probs
-
-    def _probs(self, numbers: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
-        shape = at_lengths(self._like, numbers).probs_shape
-        return torch.zeros(shape, dtype=dtype, device=self.case.device)
-
-    def _allocators(self) -> tuple[Allocator, Allocator | None]:
-        """The allocators of out and lse."""
-        out, *vectors = self.case.allocators(self._numbers)
-        return out, vectors[0] if vectors else None
+        is kept. numbers: as `at` has them. addresses, results: as of `on`."""
+        made = self.case.once(numbers, addresses)
+        if len(made) == 1:
+            return made[0], None, None
+        return as_results(made, self._like.keeps_rest)
 
     def bind(self, out: torch.Tensor | None = None) -> None:
         """Compiles, loads and keeps the forward, for a caller that writes something before it
@@ -247,21 +200,20 @@ class GpuRunner:
         if out is not None:
             self._bound_into(out, comes_again=True)
         elif self._run is None:
-            self._new_out, self._new_lse = self._allocators()
             self._run, self._is_known = self.case.bind(self._numbers), True
 
     def _bound_into(self, out: torch.Tensor, comes_again: bool = False) -> Run:
         """The forward into memory that lies like this, kept if it comes again."""
         key = (out.stride(), out.data_ptr() % 16)
         if self._into_given is None:
-            self._into_given, (_, self._new_lse) = {}, self._allocators()
+            self._into_given = {}
         found = self._into_given.get(key)
         if found is None:
             case, numbers = self._into(out)
             comes_again = comes_again or key in self._into_given
             if not comes_again:
                 self._into_given[key] = None
-                return partial(case.run, numbers)
+                return partial(case.once, numbers)
             found = self._into_given[key] = case.bind(numbers)
         return found
 
@@ -298,10 +250,11 @@ class GpuRunner:
         dlse if it is there. once: for lengths that most likely come but once.
         """
         latest, case, numbers = self.case.latest.get(has_dlse), self.case, self._numbers
-        if latest is None or not latest[0].fits(tensors):
+        if latest is None or latest[0].addresses(tensors) is None:
             return None
         out, lse = tensors[-3 - has_dlse : -1 - has_dlse]
-        if (*out.shape, *lse.shape) != numbers[case.shapes]:
+        shapes = (*out.shape, *lse.shape)
+        if shapes != numbers[case.shapes][: len(shapes)]:
             return None
         return latest[1].at(numbers, tensors, once)
 
@@ -338,14 +291,11 @@ class GpuBackward:
     16 bytes, or have gradients besides dq, dk and dv. copied: names of those that are.
     """
 
-    __slots__ = (
-        *("_cases", "_device", "_has_dsink", "_index", "_new", "_pick", "_run", "_sizes"),
-        *("copied", "kinds"),
-    )
+    __slots__ = (*("copied", "kinds", "_cases", "_has_dsink", "_pick", "_run", "_sizes"),)
 
     def __init__(self, plan: Plan, kinds: Kinds, x: Operands, out, lse, dout, dlse):
         """kinds: of backwards of the forward's case."""
-        self._device, self._index = x.q.device, x.q.device.index
+        device = x.q.device
         mapped = (
             () if "unaligned" in plan.variant_of("backward").features else ("q", "k", "v", "dout")
         )
@@ -362,7 +312,7 @@ class GpuBackward:
         names += ["dsink"] * self._has_dsink
         kind, values = of_call(plan.problem, given)
 
-        def described(numbers) -> tuple[Plan, dict[str, ArraySpec], list[ArraySpec]]:
+        def described(numbers) -> tuple[Plan, dict[str, ArraySpec], dict[str, ArraySpec]]:
             problem, specs = with_numbers(plan.problem, kind[2:], numbers)
             for name in mapped:
                 shape, strides, dtype, *_ = specs[name]
@@ -374,18 +324,17 @@ class GpuBackward:
                 made["dbias"] = bias._replace(shape=own_shape(shape, strides))
             made = {n: ArraySpec.contiguous(spec.shape, spec.dtype) for n, spec in made.items()}
             chosen = stored_as(replace(plan, problem=problem), **facts)
-            return chosen, specs | made, [*made.values()]
+            return chosen, specs, made
 
         def make(numbers) -> PlannedCase:
-            chosen, specs, _ = described(values)
-            note(chosen, "backward", specs)
-            chosen, specs, own = described(numbers)
-            return PlannedCase(chosen, "backward", specs, self._device, own)
+            chosen, specs, made = described(values)
+            note(chosen, "backward", specs | made)
+            chosen, specs, made = described(numbers)
+            return PlannedCase(chosen, "backward", specs, made, device)
 
         self._cases = kinds.of(kind)
         case, numbers = self._cases.find(values, make)
         self._run: Run = case.bind(numbers)
-        self._new = case.maker(numbers)
         aligned = all([own.aligned for own in kind[2:]])
         is_simple = aligned and not self.copied and len(names) == 3
         self.kinds = kind[2:] if is_simple else ()
@@ -405,11 +354,7 @@ class GpuBackward:
         made = object.__new__(GpuBackward)
         made._cases, made._sizes, made.kinds = self._cases, self._sizes, self.kinds
         made.copied, made._pick, made._has_dsink = self.copied, self._pick, self._has_dsink
-        made._device, made._index = self._device, self._index
-        if once:
-            made._run, made._new = partial(case.run, numbers), partial(case.make, numbers)
-        else:
-            made._run, made._new = case.bind(numbers), case.maker(numbers)
+        made._run = partial(case.once, numbers) if once else case.bind(numbers)
         return made
 
     def __call__(self, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:
@@ -425,12 +370,7 @@ class GpuBackward:
     def on(self, addresses: list[int]) -> Gradients:
         """The same of the addresses of what is there of x, out, lse, dout and dlse, in this order,
         where nothing is copied."""
-        if current_device() != self._index:
-            with torch.cuda.device(self._device):
-                return self.on(addresses)
-        gradients = self._new()
-        addresses += map(address_of, gradients)
-        self._run(addresses)
+        gradients = self._run(addresses)
         if len(gradients) == 3:
             return _named(Gradients, (*gradients, None, None))
         dq, dk, dv, *more = gradients

@@ -15,7 +15,7 @@ from heedful.launch.program import programs
 from heedful.launch.program.buffers import results
 from heedful.launch.record import note
 from heedful.torch.base.arrays import array_spec
-from heedful.torch.eager.execute import Allocator, Case, address_of, allocator, current_device
+from heedful.torch.eager.execute import Case, address_of, as_results
 from heedful.torch.operands.adapt import dense_rows
 
 
@@ -26,63 +26,44 @@ class DeviceStep:
     counts: whether it does; without new tokens nothing is launched that could.
     """
 
-    __slots__ = ("counts", "_device", "_keeps_rest", "_new_lse", "_new_out", "_new_q", "_run")
+    __slots__ = ("counts", "_keeps_rest", "_run")
 
     def __init__(self, x: Operands, update: CacheUpdate, plan: Plan, out, q_leaves: bool):
         """x: operands of attention, but for q, which is the caller's. plan: of attention. out: what
         it writes into, None where it makes that. q_leaves: whether rotated queries are returned,
         and not the program's own."""
         q, problem = x.q, plan.problem
-        self._device, self.counts = q.device, bool(update.k.numel())
-        self._keeps_rest = problem.keeps_rest
+        self.counts, self._keeps_rest = bool(update.k.numel()), problem.keeps_rest
         lengths = q.new_empty(q.shape[0], dtype=torch.int32)
         given = {n: array_spec(t) for n, t in named(x, update, lengths, self.counts).items()}
-        left = results(problem)
+        made = results(problem)
         if out is not None:
-            left["out"] = array_spec(out)
+            given["out"] = array_spec(out)
+            del made["out"]
         if update.rotary_cos is not None and q_leaves:
-            left["q"] = ArraySpec.contiguous(tuple(q.shape), given["q_new"].dtype)
-        interleaved = bool(update.rotary_interleaved)
-        buffers = {**given, **left}
+            made["q"] = ArraySpec.contiguous(tuple(q.shape), given["q_new"].dtype)
+        buffers, interleaved = given | made, bool(update.rotary_interleaved)
         step = programs.step(plan, buffers, interleaved, update.position0)
         note(plan, "step", buffers, interleaved=interleaved, position0=update.position0)
-        self._run = Case(step, plan.device.arch, q.device, [*given, *left]).alone()
-        self._new_out = self._allocator(left["out"])
-        self._new_lse = self._allocator(left["lse"]) if "lse" in left else None
-        self._new_q = self._allocator(left["q"]) if "q" in left else None
-
-    def _allocator(self, spec: ArraySpec) -> Allocator:
-        return allocator(spec.shape, getattr(torch, spec.dtype), self._device)
+        self._run = Case(step, plan.device.arch, q.device, given, made).alone()
 
     def __call__(
         self, x: Operands, update: CacheUpdate, start: Tensor, out: Tensor | None = None
     ) -> tuple[Tensor, Any, Tensor | None]:
         """(out, lse or None, rotated queries or None). lse: a pair with its rest where that is
-        kept. x: as at construction; its lengths are of
-        account where none are counted. start: int32 (B,), where new tokens go."""
+        kept. x: as at construction; its lengths are of account where none are counted. start:
+        int32 (B,), where new tokens go."""
         tensors = [*named(x, update, start, self.counts).values()]
         return self.on([*map(address_of, tensors)], out)
 
     def on(self, addresses: list[int], out: Tensor | None = None):
         """The same of the addresses of `named` tensors, in a list for this call alone."""
-        if current_device() != self._device.index:
-            with torch.cuda.device(self._device):
-                return self.on(addresses, out)
-        q = lse = None
-        if out is None:
-            out = self._new_out()
-        addresses.append(out.data_ptr())
-        if self._new_lse is not None:
-            lse = self._new_lse()
-            addresses.append(lse.data_ptr())
-            if self._keeps_rest:
-                lse = lse, self._new_lse()
-                addresses.append(lse[1].data_ptr())
-        if self._new_q is not None:
-            q = self._new_q()
-            addresses.append(q.data_ptr())
-        self._run(addresses)
-        return out, lse, q
+        if out is not None:
+            addresses.append(out.data_ptr())
+        made = self._run(addresses)
+        if out is None and len(made) == 1:
+            return made[0], None, None
+        return as_results(made, self._keeps_rest, out)
 
 
 def named(x: Operands, update: CacheUpdate, start: Tensor, counts: bool) -> dict[str, Tensor]:

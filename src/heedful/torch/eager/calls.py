@@ -34,7 +34,6 @@ from heedful.torch.base.dispatch import (
 )
 from heedful.torch.base.forked import on_own_thread
 from heedful.torch.eager import backends
-from heedful.torch.eager.execute import address_of
 from heedful.torch.eager.keys import call_key, named_tensors
 from heedful.torch.eager.kinds import (
     MOST_KINDS,
@@ -111,14 +110,16 @@ class Call:
 
     casts: the dtypes that the caller's tensors lack to be operands; steps: what else. plain: they
     go to the kernels as they are, unchecked. results: 0 out, 1 with lse, 2 with the probabilities
-    too. apart: what looks whether `out`, where it is given, lies apart. wants_grad, like, alike:
-    whether operands are of this kind. backwards: of what the forward saves; None where nothing
-    wants a gradient. wanting: whether an operand requires a gradient that is not computed.
+    too. apart: what looks whether `out`, where it is given, lies apart. on: the results of a call
+    that is one program on a GPU, from the addresses of the operands that are there; None in others.
+    wants_grad, like, alike: whether operands are of this kind. backwards: of what the forward
+    saves; None where nothing wants a gradient. wanting: whether an operand requires a gradient that
+    is not computed.
     """
 
     __slots__ = (
         *("alike", "apart", "backwards", "casts", "checks", "dropout", "forward", "kind", "like"),
-        *("plain", "results", "runner", "steps", "wanting", "wants_grad"),
+        *("on", "plain", "results", "runner", "steps", "wanting", "wants_grad"),
     )
 
     def __init__(
@@ -172,6 +173,9 @@ class Call:
         more = self.steps or self.casts or self.dropout or self.checks or self.wanting
         self.plain = not more
         self.results = results_of(options)
+        self.on = None
+        if self.plain and not (on_cpu or self.wants_grad):
+            self.on = self.runner.on
         self.backwards: Backwards | None = None
         if problem.needs_grad:
             saved = x if x.seed is not None else x._replace(seed=given.seed)
@@ -186,12 +190,12 @@ class Call:
         """The numbers of its case, of one that was traced."""
         return self.runner.case.outputs
 
-    def once(self, numbers: Sequence[Any], tensors: Sequence[Tensor]) -> "Once | None":
+    def once(self, numbers: Sequence[Any]) -> "Once | None":
         """The call of lengths that most likely come but once, if it can be run and forgotten.
-        numbers: of its case. tensors: the operands that are there."""
-        if self.wants_grad or not self.plain:
+        numbers: of its case."""
+        if self.on is None:
             return None
-        return _new(Once, (self.results, self.runner, numbers, tensors))
+        return _new(Once, (self.results, partial(self.runner.once_on, numbers)))
 
     def at(
         self, numbers: Sequence[Any], sizes: Sequence[int], x: Sequence[Any], comes_again: bool
@@ -204,6 +208,7 @@ class Call:
         call.kind, call.plain, call.results = self.kind, self.plain, self.results
         call.steps, call.wanting, call.wants_grad = self.steps, self.wanting, self.wants_grad
         call.runner, call.forward = runner, runner.forward
+        call.on = None if self.on is None else runner.on
         call.like = call.alike = call.backwards = call.apart = None
         if self.backwards is not None:
             call.backwards = self.backwards.at(runner, x)
@@ -215,13 +220,13 @@ class Call:
         if self.like is None:
             self.like = Likeness(x)
             self.alike = self.like.alike
-        return self.like.are_aligned(x)
+        return self.like.addresses(x) is not None
 
     def is_like(self, x: Sequence[Any], out, seed) -> bool:
         """Whether tensors are like those that `is_aligned` was last asked of; q, k and v are known
         to be aligned."""
         if out is None or seed is not None or len(self.like.places) > 4:
-            return self.like.fits((*x, out, seed))
+            return self.like.addresses((*x, out, seed)) is not None
         address = out.data_ptr()
         return address and not address & 15 and self.alike(x[0], x[1], x[2], out)
 
@@ -279,13 +284,10 @@ def make_seed(seed, device: torch.device) -> Tensor:
 
 
 class Once(NamedTuple):
-    """A bound call that is not kept: on these very tensors, which go to the kernels as they are,
-    without gradients. results: as a Call's. numbers: of the case that the runner has."""
+    """A bound call that is not kept: results and on of a Call."""
 
     results: int
-    runner: Any
-    numbers: Sequence[Any]
-    tensors: Sequence[Tensor]
+    on: Callable[[list[int]], tuple]
 
 
 # Operands that are expanded to a call's lengths, or that are no operands of most calls. Shifts come
@@ -302,52 +304,52 @@ PLAIN = Kinds()
 LATEST = settings.forgotten(Kinds())
 
 
+# A call, and the addresses of its operands where they are known.
+_Found = tuple[Any, list[int] | None]
+
+
 class LatestKind:
     """The kind of the last calls with the same options, whose tensors are compared without a key,
     and its bound calls by their sizes: None of those that came once, as most do, whose memory is
     better used again."""
 
-    __slots__ = ("_aligned", "_calls", "_kind", "_likeness", "_packs", "_sizes")
+    __slots__ = ("_calls", "_kind", "_likeness", "_packs", "_sizes")
 
     def __init__(self, kind: Kind, kinds: Sequence[ArrayKind], values: Sequence[Any]):
         """values: operands of a call. kinds: theirs."""
         self._kind, self._packs = kind, packs.backends()
         self._likeness = Likeness(values, kinds)
-        # Whoever asks has seen that q, k and v are.
-        self._aligned = len(kinds) == 3
         self._calls: dict[tuple[int, ...], Call | None] = {}
         ranks = [tensor.dim() for tensor in self._likeness.pick(values)]
         self._sizes = Sizes(2, ranks, kinds)
 
-    def find(self, values: Sequence[Any], longest: Sequence[Any], how) -> Call | Once | None:
-        """The call of operands of this kind; None if they are not, or are of no case that is there.
-        values: Operands, or q, k and v if there are no others; these are aligned. longest: of the
-        options. how: where a call that came before is the latest of."""
-        likeness = self._likeness
-        if not likeness.fits(values, self._aligned) or packs.backends() != self._packs:
-            return None
+    def find(self, values: Sequence[Any], longest: Sequence[Any], how) -> _Found:
+        """The call of operands of this kind, and their addresses; None if they are not, or are of
+        no case that is there. values: Operands, or q, k and v if there are no others. longest: of
+        the options. how: where a call that came before is the latest of."""
+        addresses = self._likeness.addresses(values)
+        if addresses is None or packs.backends() != self._packs:
+            return None, None
         of_queries, of_keys = longest
-        tensors = likeness.pick(values)
-        sizes = self._sizes.of([of_queries or 0, of_keys or 0], tensors)
+        sizes = self._sizes.of([of_queries or 0, of_keys or 0], self._likeness.pick(values))
         calls = self._calls
         call = calls.get(sizes)
-        if call is None:
-            known = self._kind.known(sizes)
-            if known is None:
-                return None
-            case, numbers = known
-            if sizes in calls:
-                call = calls[sizes] = case.at(numbers, sizes[2:], values, comes_again=True)
-                return call
-            if len(calls) >= MOST_KINDS:
-                calls.clear()
-            calls[sizes] = None
-            return case.once(numbers, tensors) or case.at(
-                numbers, sizes[2:], values, comes_again=False
-            )
-        if call.is_aligned(values):
-            CALLS.latest[how] = call
-        return call
+        if call is not None:
+            if call.is_aligned(values):
+                CALLS.latest[how] = call
+            return call, addresses
+        known = self._kind.known(sizes)
+        if known is None:
+            return None, None
+        case, numbers = known
+        if sizes in calls:
+            call = calls[sizes] = case.at(numbers, sizes[2:], values, comes_again=True)
+            return call, addresses
+        if len(calls) >= MOST_KINDS:
+            calls.clear()
+        calls[sizes] = None
+        call = case.once(numbers) or case.at(numbers, sizes[2:], values, comes_again=False)
+        return call, addresses
 
 
 def attend(q, k, v, x: Any, options: Options, out, seed, otherwise: Callable[..., Any]):
@@ -363,7 +365,10 @@ def attend(q, k, v, x: Any, options: Options, out, seed, otherwise: Callable[...
     if any_autocast() and is_autocast_enabled(q.device.type):
         q, k, v, bias = autocast((q, k, v, x and x.bias), q.device.type)
         x = x and x._replace(q=q, k=k, v=v, bias=bias)
-    call, key = _find(q, k, v, x, options, out, seed)
+    (call, addresses), key = _find(q, k, v, x, options, out, seed)
+    if addresses is not None and call.on is not None:
+        out, lse, probs = call.on(addresses)
+        return out if call.results == 0 else returned(call.results, out, lse, probs)
     if call is None:
         is_known = key is not None and seed is None and key[0][0] in PLAIN
         plain = options if is_known else plain_options(options)
@@ -379,9 +384,6 @@ def attend(q, k, v, x: Any, options: Options, out, seed, otherwise: Callable[...
         call = make(key, x, options, gradients_wanted(x), out, seed, base)
         if key is None and call.wants_grad:
             return Attention.apply(call, x, seed, q, k, v, x.bias, x.sink)
-    elif type(call) is Once:
-        out, lse, probs = call.runner.once_on(call.numbers, [*map(address_of, call.tensors)])
-        return out if call.results == 0 else returned(call.results, out, lse, probs)
     # It is run.
     if x is None:
         x = _new(Operands, (q, k, v, *ABSENT))
@@ -395,13 +397,13 @@ def attend(q, k, v, x: Any, options: Options, out, seed, otherwise: Callable[...
     return out if call.results == 0 else returned(call.results, out, lse, probs)
 
 
-def _find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[Any, Any]:
-    """(call, key): the call that was bound for such tensors and options, None if there is none; and
-    the key for a new call, None where something cannot be part of a key, or where no key was
-    needed."""
+def _find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[_Found, Any]:
+    """((call, addresses), key): the call that was bound for such tensors and options, None if there
+    is none; and the key for a new call, None where something cannot be part of a key, or where no
+    key was needed. Only the operands of a call without `out` and seed have their addresses."""
     try:
         # Aligned tensors like those of the last such call are known without a key.
-        of_q, of_k, of_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        of_q, of_k, of_v = addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
         bases = (of_q | of_k | of_v) & 15 or not (of_q and of_k and of_v)
         records, longest, usual = is_grad_enabled(), options[_LONGEST], out is None and seed is None
         types = map(type, options[NUMBERS] if x is None else options[NUMBERS] + x)
@@ -412,14 +414,16 @@ def _find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[Any
             if call is None:
                 pass
             elif usual:
-                if call.alike(q, k, v) if x is None else call.like.fits(x):
-                    return call, None
+                if x is not None:
+                    addresses = call.like.addresses(x)
+                if call.alike(q, k, v) if x is None else addresses is not None:
+                    return (call, addresses), None
             elif call.is_like((q, k, v, *ABSENT) if x is None else x, out, seed):
-                return call, None
+                return (call, None), None
             if usual and (kind := LATEST.get(base)) is not None:
-                call = kind.find((q, k, v) if x is None else x, longest, how)
-                if call is not None:
-                    return call, None
+                found = kind.find((q, k, v) if x is None else x, longest, how)
+                if found[0] is not None:
+                    return found, None
         requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
         if x is not None and not requires_grad:
             requires_grad = requires_gradients(x)
@@ -429,11 +433,11 @@ def _find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[Any
             given = (q, k, v, *ABSENT) if x is None else x
             if call.is_aligned(given if usual else (*given, out, seed)):
                 CALLS.latest[how] = call
-        return call, key
+        return (call, None), key
     except (TypeError, RuntimeError):
         # An argument that cannot be hashed, or a tensor without plain memory (sparse, ...), is none
         # that we take: the checks will say which.
-        return None, None
+        return (None, None), None
 
 
 def make(

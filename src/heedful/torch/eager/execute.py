@@ -1,16 +1,15 @@
 """Runs bound programs on torch's memory and streams. The only users of torch's private names."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from operator import call
 from typing import Any
 
 import torch
 from torch._C._dynamo import guards
 
 from heedful.core.base import settings
-from heedful.core.base.arrays import ArraySpec, dense_strides
+from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.symbols import Symbol, settled
 from heedful.launch.program.bound import ProgramKind, changing, numbers_of
 from heedful.launch.program.spec import Program
@@ -38,13 +37,12 @@ address_of = torch.Tensor.data_ptr
 _empty_strided = getattr(guards, "_empty_strided_cuda", None)
 
 
-Allocator = Callable[[], torch.Tensor]
-# (shape, strides, dtype) -> a tensor.
+# (shape, strides, dtype) -> an uninitialised dense tensor. On a GPU, it must be the current one.
 Maker = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
 
 
 def maker(device: torch.device) -> Maker:
-    """Makes uninitialised dense tensors from tuples. On a GPU, that GPU must be the current one."""
+    """Makes tensors of a device from tuples."""
     if device.type == "cuda" and _empty_strided is not None:
         return _empty_strided
 
@@ -54,29 +52,18 @@ def maker(device: torch.device) -> Maker:
     return make
 
 
-def allocator(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, strides: Any = None
-) -> Allocator:
-    """Makes uninitialised dense tensors of one kind. On a GPU, that GPU must be the current one.
-    strides: where they are known; the shape is a tuple then, too."""
-    if strides is None:
-        shape, strides = tuple(shape), dense_strides(shape)
-    return partial(maker(device), shape, strides, dtype)
-
-
 # Places of arrays within a region of memory, and its size; None where a program has none.
 Region = tuple[Sequence[int], int] | None
 # Launches kernels with addresses, in a list for this launch alone, on a raw stream.
 Launch = Callable[[list[int], int], None]
-# Runs a program on the addresses of tensors of the current device. The list is for it alone.
-Run = Callable[[list[int]], None]
+# Runs a program on the addresses of tensors, in a list for this run alone; returns what it makes.
+Run = Callable[[list[int]], list[torch.Tensor]]
 
 
 class Case:
     """A program on one device for calls that differ only in numbers. It compiles when the first of
     them is bound or run.
 
-    made: arrays that it makes for each call, dense ones: the last of the program's before scratch.
     outputs: all numbers, in the order in which they are taken: those that come before its own; the
     shapes of what is made, one after the other; their strides; where scratch begins in its region,
     and how large that is; the same of scratch that begins with zeros; what the kernels want.
@@ -88,8 +75,8 @@ class Case:
 
     __slots__ = (
         *("device", "index", "outputs", "scratch", "shapes", "zeroed"),
-        *("_arch", "_end", "_leaves_zeros", "_limit", "_loaded", "_made", "_make", "_numbers"),
-        *("_order", "_places", "_program"),
+        *("_arch", "_clears", "_end", "_leaves_zeros", "_limit", "_loaded", "_made", "_make"),
+        *("_numbers", "_order", "_places", "_program"),
     )
 
     def __init__(
@@ -97,27 +84,29 @@ class Case:
         program: Program,
         arch: str,
         device: torch.device,
-        names: Sequence[str],
-        made: Sequence[ArraySpec] = (),
+        given: Iterable[str],
+        made: Mapping[str, ArraySpec],
         before: Sequence[Any] = (),
     ):
-        """program: its numbers may be symbols. names: of its buffers but scratch, in the order of
-        addresses. before: numbers that come before its own."""
+        """program: its numbers may be symbols. given: the buffers that come as addresses, in their
+        order. made: those that each run makes, dense ones, probs full of zeros. before: numbers
+        that come before its own."""
         self._program, self._arch = program, arch
         self.device, self.index, self._make = device, device.index, maker(device)
         self.outputs: list[Any] = [*before]
-        begin, dims = len(before), sum([len(spec.shape) for spec in made])
+        self._clears = "probs" in made  # which come last
+        begin, dims = len(before), sum([len(spec.shape) for spec in made.values()])
         self.shapes, self._made = slice(begin, begin + dims), []
-        for spec in made:
+        for spec in made.values():
             end = begin + len(spec.shape)
             places = slice(begin, end), slice(dims + begin, dims + end)
             self._made.append((*places, getattr(torch, spec.dtype)))
             begin = end
-        for sizes in ([spec.shape for spec in made], [spec.strides for spec in made]):
-            self.outputs += chain(*sizes)
+        for facts in zip(*[(spec.shape, spec.strides) for spec in made.values()], strict=True):
+            self.outputs += chain(*facts)
         zeroed = [w for w in program.workspaces if w.zeroed]
         others = [w for w in program.workspaces if not w.zeroed]
-        self._order = [*names, *(workspace.name for workspace in (*others, *zeroed))]
+        self._order = [*given, *made, *(workspace.name for workspace in (*others, *zeroed))]
         # The index of the places of regions among the numbers; their size follows.
         self.scratch, self.zeroed = (self._region(regions) for regions in (others, zeroed))
         self._leaves_zeros = all(w.left_zero for w in zeroed)
@@ -144,49 +133,66 @@ class Case:
         self.outputs += [*places, size]
         return slice(begin, begin + len(places))
 
-    def make(self, numbers: Sequence[int | float]) -> list[torch.Tensor]:
-        """Makes these arrays now."""
-        make = self._make
-        return [
-            make(numbers[shape], numbers[strides], dtype) for shape, strides, dtype in self._made
-        ]
-
-    def allocators(self, numbers: Sequence[int | float]) -> list[Allocator]:
-        """The allocator of each array that is made."""
-        device = self.device
-        return [
-            allocator(numbers[shape], dtype, device, numbers[strides])
-            for shape, strides, dtype in self._made
-        ]
-
-    def maker(self, numbers: Sequence[int | float]) -> Callable[[], list[torch.Tensor]]:
-        """`make` of these numbers, for many calls."""
-        made = self.allocators(numbers)
-        return lambda: [*map(call, made)]
-
     def bind(self, numbers: Sequence[int | float]) -> Run:
         """Runs the program with these numbers, in the order of `outputs`. Raises as `kernels`."""
-        return self.launcher(self.kernels(numbers).bind(numbers), self.places(numbers))
+        launch, make = self.kernels(numbers).bind(numbers), self._make
+        scratch, zeroed = self.places(numbers)
+        if zeroed is not None:
+            launch = self._with_zeros(launch, *zeroed)
+        makers = [partial(make, numbers[s], numbers[t], dtype) for s, t, dtype in self._made]
+        index, device, clears = self.index, self.device, self._clears
+        within, size = scratch or ((), 0)
+        shape = (size,)
+
+        def run(addresses: list[int]) -> list[torch.Tensor]:
+            if current_device() != index:
+                with torch.cuda.device(device):
+                    return run(addresses)
+            made = []
+            for new in makers:
+                tensor = new()
+                addresses.append(tensor.data_ptr())
+                made.append(tensor)
+            if clears:
+                made[-1].zero_()
+            if scratch is not None:
+                memory = make(shape, _ONE, torch.uint8)
+                base = memory.data_ptr()
+                addresses += [base + place for place in within]
+            launch(addresses, raw_stream(index))
+            return made
+
+        return run
+
+    def once(self, numbers: Sequence[int | float], addresses: list[int]) -> list[torch.Tensor]:
+        """`bind(numbers)(addresses)` for numbers that most likely come only once: kernels are not
+        bound, and nothing is kept."""
+        if current_device() != self.index:
+            with torch.cuda.device(self.device):
+                return self.once(numbers, addresses)
+        kernels, make = self._loaded, self._make
+        if kernels is None or self._limit is not None:
+            kernels = self.kernels(numbers)
+        made = [make(numbers[s], numbers[t], dtype) for s, t, dtype in self._made]
+        addresses += map(address_of, made)
+        if self._clears:
+            made[-1].zero_()
+        scratch, zeroed = self._places or self.places(numbers)
+        if scratch is not None:
+            within, size = scratch
+            memory = make((size,), _ONE, torch.uint8)
+            base = memory.data_ptr()
+            addresses += [base + place for place in within]
+        if zeroed is None:
+            kernels.run(numbers, addresses, raw_stream(self.index))
+        else:
+            launch = self._with_zeros(partial(kernels.run, numbers), *zeroed)
+            launch(addresses, raw_stream(self.index))
+        return made
 
     def alone(self) -> Run:
         """Runs a program by itself, whose numbers are plain. Raises as `kernels`."""
         return self.bind(tuple(self.outputs))
-
-    def run(self, numbers: Sequence[int | float], addresses: list[int]) -> None:
-        """Runs it with numbers that most likely come only once: kernels are not bound, and nothing
-        is kept. Raises as `kernels`."""
-        kernels = self._loaded
-        if kernels is None or self._limit is not None:
-            kernels = self.kernels(numbers)
-        places = self._places or self.places(numbers)
-        if self.zeroed is not None:
-            return self.launcher(partial(kernels.run, numbers), places)(addresses)
-        if places[0] is not None:
-            within, size = places[0]
-            memory = self._make((size,), _ONE, torch.uint8)
-            base = memory.data_ptr()
-            addresses += [base + place for place in within]
-        kernels.run(numbers, addresses, raw_stream(self.index))
 
     def kernels(self, numbers: Sequence[int | float]) -> ProgramKind:
         """Compiled and loaded.
@@ -209,26 +215,6 @@ class Case:
             scratch and (numbers[scratch], numbers[scratch.stop]),
             zeroed and (numbers[zeroed], numbers[zeroed.stop]),
         )
-
-    def launcher(self, run: Launch, places: tuple[Region, Region]) -> Run:
-        """Calls run(addresses, stream) with the addresses that it is given, after which it writes
-        those of scratch."""
-        scratch, zeroed = places
-        index, make = self.index, self._make
-        if zeroed is not None:
-            run = self._with_zeros(run, *zeroed)
-        if scratch is None:
-            return lambda addresses: run(addresses, raw_stream(index))
-        within, size = scratch
-        shape = (size,)
-
-        def launch(addresses: list[int]) -> None:
-            memory = make(shape, _ONE, torch.uint8)
-            base = memory.data_ptr()
-            addresses += [base + place for place in within]
-            run(addresses, raw_stream(index))
-
-        return launch
 
     def _with_zeros(self, run: Launch, within: Sequence[int], size: int) -> Launch:
         """Calls run with the addresses of scratch that begins with zeros, too."""
@@ -263,6 +249,19 @@ class Case:
 
 
 _ONE = (1,)
+
+
+def as_results(made: list[Any], keeps_rest: bool, out: Any = None) -> tuple[Any, Any, Any]:
+    """(out, lse or None, what else is made or None), of what a run made after `out`, where that
+    was given. lse: a pair with its rest where that is kept."""
+    if out is not None:
+        made = [out, *made]
+    if len(made) == 1:
+        return made[0], None, None
+    if keeps_rest:
+        made[1:3] = [(made[1], made[2])]
+    out, lse, other = (*made, None)[:3]
+    return out, lse, other
 
 
 def _check_scratch(size: int, limit: int) -> None:

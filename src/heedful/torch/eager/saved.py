@@ -14,7 +14,7 @@ from torch import Tensor
 
 from heedful.core.call.arguments import Options
 from heedful.core.call.operands import Gradients, Operands
-from heedful.torch.base.dispatch import check_bare, is_bare, same_metadata
+from heedful.torch.base.dispatch import Likeness, check_bare, is_bare
 from heedful.torch.base.forked import on_own_thread
 from heedful.torch.eager.backends import Backward, GpuBackward
 from heedful.torch.eager.execute import address_of
@@ -27,21 +27,16 @@ _MOST_LAYOUTS = 64
 class _Layout(NamedTuple):
     """The parts that saved tensors and a cotangent of one layout need.
 
-    fits(*tensors): whether tensors are of this layout, addresses aside; `_never` in one that comes
-    but once. steps: from the caller's tensors to operands. is_plain: whether there are none, and
-    rows of out and the whole lse are contiguous. on: what takes the addresses of plain tensors, if
-    there is such.
+    like: tells tensors of this layout; None in one that comes but once. steps: from the caller's
+    tensors to operands. is_plain: whether there are none, and rows of out and the whole lse are
+    contiguous. on: what takes the addresses of plain tensors, if there is such.
     """
 
-    fits: Any
+    like: Likeness | None
     steps: tuple[Step, ...]
     run: Backward
     is_plain: bool
     on: Callable[[list[int]], Gradients] | None
-
-
-def _never(*_: Tensor) -> bool:
-    return False
 
 
 def _gone(*_) -> Gradients:
@@ -49,7 +44,7 @@ def _gone(*_) -> Gradients:
 
 
 # In place of a layout that came once.
-_ONCE = _Layout(_never, (), _gone, True, None)
+_ONCE = _Layout(None, (), _gone, True, None)
 
 
 class Backwards:
@@ -112,12 +107,10 @@ class Backwards:
         """The gradients, if tensors are like the last ones; None if not. tensors: those that were
         saved, and dout. dlse: contiguous."""
         layout = self._latest[dlse is not None]
-        if layout is None or layout.on is None or not layout.fits(*tensors):
+        if layout is None or layout.on is None or layout.like is None:
             return None
-        addresses = [*map(address_of, tensors)]
-        # As `_are_aligned`.
-        bits = addresses[0] | addresses[1] | addresses[2] | addresses[-3] | addresses[-1]
-        if bits & 15 or 0 in addresses:
+        addresses = layout.like.addresses(tensors)
+        if addresses is None:
             return None
         if dlse is not None:
             addresses.append(dlse.data_ptr())
@@ -154,10 +147,9 @@ class Backwards:
         dout = dense_rows(dout)
         tensors = (*saved, dout)
         layout = self._latest[dlse is not None]
-        fits = layout is not None and layout.fits(*tensors)
-        addresses = [*map(address_of, tensors)] if fits else []
-        if layout is None or not (fits and _are_aligned(addresses)):
-            if not fits and not is_bare(dout):
+        addresses = layout and layout.like and layout.like.addresses(tensors)
+        if layout is None or addresses is None:
+            if not is_bare(dout):
                 return None
             addresses = [*map(address_of, tensors)]
             layout = self._find(tensors, dlse)
@@ -180,7 +172,7 @@ class Backwards:
         slot = dlse is not None
         layout = self._like_others(tensors, dlse)
         if layout is not None:
-            self._latest[slot] = _ONCE if layout.fits is _never else layout
+            self._latest[slot] = layout if layout.like else _ONCE
             return layout
         key = (slot, *[_key(tensor) for tensor in tensors])
         layout = self._layouts.get(key)
@@ -191,7 +183,7 @@ class Backwards:
         elif layout is self._latest[slot]:
             # These have the same layout all the same: some are one tensor that were two, or the
             # like.
-            layout = self._layouts[key] = layout._replace(fits=same_metadata(*tensors))
+            layout = self._layouts[key] = layout._replace(like=Likeness(tensors))
         if all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
             self._latest[slot] = layout
         return layout
@@ -201,7 +193,7 @@ class Backwards:
         longer than they save for lengths that come only once."""
         slot = dlse is not None
         latest = self._latest[slot]
-        if latest is not None and latest.fits is not _never:
+        if latest is not None and latest.like is not None:
             return None
         # The lse is read as it was made, and its deltas lie as it does.
         shapes = [tensor.shape for tensor in tensors[:-3]]
@@ -211,7 +203,7 @@ class Backwards:
         run = self._runner.backward_like((*tensors, dlse) if slot else tensors, slot, once)
         if run is None:
             return None
-        return _Layout(_never if once else same_metadata(*tensors), (), run, True, run.on)
+        return _Layout(None if once else Likeness(tensors), (), run, True, run.on)
 
     def _new(self, tensors: tuple[Tensor, ...], dlse: Tensor | None) -> _Layout:
         problem = self._runner.problem
@@ -231,14 +223,7 @@ class Backwards:
             self._runner.keep_backward(run, given, dlse is not None)
         is_on = is_plain and isinstance(run, GpuBackward) and not run.copied
         on = run.on if is_on else None
-        return _Layout(same_metadata(*tensors), steps, run, is_plain, on)
-
-
-def _are_aligned(addresses: Sequence[int]) -> bool:
-    """Whether q, k, v, out and dout begin at multiples of 16 bytes. No kernel gets a promise about
-    where small operands begin."""
-    bits = addresses[0] | addresses[1] | addresses[2] | addresses[-3] | addresses[-1]
-    return not bits & 15
+        return _Layout(Likeness(tensors), steps, run, is_plain, on)
 
 
 def _key(tensor: Tensor) -> tuple:

@@ -198,9 +198,9 @@ def test_a_call_is_alike_where_its_tensors_are_and_aligned_where_they_all_are():
     assert call.alike is like.alike is not None
     for name in "qkv":
         assert not call.is_aligned(x._replace(**{name: unaligned(DENSE[name])}))
-        assert not like.fits(x._replace(**{name: unaligned(DENSE[name])}))
-        assert not like.fits(x._replace(**{name: DENSE[name].half()}))
-    assert call.like is like and like.fits(x) and like.alike(*x[:3])
+        assert like.addresses(x._replace(**{name: DENSE[name].half()})) is None
+    addresses = [tensor.data_ptr() for tensor in x[:3]]
+    assert call.like is like and like.addresses(x) == addresses and like.alike(*x[:3])
 
 
 def test_what_a_call_returns_is_told_by_its_options():
@@ -347,13 +347,16 @@ def test_the_kind_of_the_last_calls_is_not_that_of_others(change, monkeypatch):
         heedful.flash_attn_func(**DENSE)
         ((base, kind),) = LATEST.items()
         how, x = (base, (None, None)), Operands(**DENSE)
-        assert isinstance(kind.find(x, (None, None), how), Once)
-        found = kind.find(x, (None, None), how)
-        assert isinstance(found, Call) and kind.find(x, (None, None), how) is found
+        addresses = [tensor.data_ptr() for tensor in x[:3]]
+        once, told = kind.find(x, (None, None), how)
+        assert isinstance(once, Once) and told == addresses
+        found, told = kind.find(x, (None, None), how)
+        assert isinstance(found, Call) and told == addresses
+        assert kind.find(x, (None, None), how)[0] is found
         given = Operands(**HALF) if change == "dtype" else x
         if change == "packs":
             monkeypatch.setattr(packs, "backends", lambda: frozenset({"another"}))
-        assert kind.find(given, (None, None), how) is None
+        assert kind.find(given, (None, None), how) == (None, None)
 
 
 def test_calls_without_a_key_are_made_and_not_kept():

@@ -2,6 +2,7 @@
 
 import importlib.util
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,11 +76,9 @@ def scratch(nbytes: int, zeroed: bool = False) -> Workspace:
 def executable(kernels: Kernels, patch, *spaces: Workspace, before=0, once=False) -> Any:
     patch.setattr(execute, "ProgramKind", lambda *_: kernels)
     patch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    case = execute.Case(Program((), spaces), "sm_90", CPU, [], before=range(before))
+    case = execute.Case(Program((), spaces), "sm_90", CPU, [], {}, range(before))
     numbers = (*case.outputs, 10**12, 0.5)
-    if once:
-        return lambda tensors: case.run(numbers, [tensor.data_ptr() for tensor in tensors])
-    run = case.bind(numbers)
+    run = partial(case.once, numbers) if once else case.bind(numbers)
     return lambda tensors: run([tensor.data_ptr() for tensor in tensors])
 
 

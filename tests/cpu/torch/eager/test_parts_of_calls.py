@@ -232,7 +232,7 @@ def test_whatever_wants_to_see_a_call_sees_it():
 
 def test_metadata_is_the_same_where_nothing_that_a_plan_sees_differs():
     q = torch.randn(2, 3, 4)
-    fits = dispatch.same_metadata(q, q.clone())
+    fits = dispatch.same_metadata((q, q.clone()))
     assert fits(q.clone(), offset(q)) and fits(q.neg(), q)
     for other in (q[:1], q.mT.contiguous().mT, q.half(), q.clone().requires_grad_(), q.to("meta")):
         assert not fits(q, other) and not fits(other, q.clone())

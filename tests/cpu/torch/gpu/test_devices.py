@@ -25,7 +25,7 @@ from heedful.launch.program.spec import Program
 from heedful.torch.api import merge
 from heedful.torch.base import device, forked
 from heedful.torch.base.arrays import array_spec
-from heedful.torch.eager import backends, cache_step, execute, zeros
+from heedful.torch.eager import backends, execute, zeros
 from heedful.torch.operands.values import check_values
 from support.runs import standin
 
@@ -112,10 +112,8 @@ def test_a_call_makes_its_tensors_device_the_current_one_and_leaves_it(call, fir
         def maker(where):
             return lambda shape, _, dtype: poisoned(shape, dtype, where)()
 
-        for module in (execute, backends, cache_step, merge):
-            patch.setattr(module, "current_device", lambda: current.index)
-            patch.setattr(module, "allocator", poisoned, raising=False)
-            patch.setattr(module, "maker", maker, raising=False)
+        patch.setattr(execute, "current_device", lambda: current.index)
+        patch.setattr(execute, "maker", maker)
         gpu.before_launch = lambda _: places.append(current.index)
         call()
         call()
@@ -132,14 +130,14 @@ def test_dense_tensors_of_a_gpu_are_made_as_compiled_code_makes_them(monkeypatch
     monkeypatch.setattr(execute, "_empty_strided", empty)
     cuda = torch.device("cuda", 0)
     for shape, strides in (((2, 3, 5), (15, 5, 1)), ((4,), (1,)), ((), ())):
-        execute.allocator(shape, torch.float16, cuda)()
+        execute.maker(cuda)(shape, strides, torch.float16)
         assert made.pop() == (shape, strides, torch.float16)
-    on_cpu = execute.allocator([2, 3], torch.int8, torch.device("cpu"))()
+    on_cpu = execute.maker(torch.device("cpu"))((2, 3), (3, 1), torch.int8)
     assert on_cpu.shape == (2, 3) and on_cpu.dtype == torch.int8 and not made
     monkeypatch.setattr(execute, "_empty_strided", None)
-    make = execute.allocator((2,), torch.int8, SimpleNamespace(type="cuda"))  # pyright: ignore
+    make = execute.maker(SimpleNamespace(type="cuda"))  # pyright: ignore
     with pytest.raises(TypeError, match="device"):
-        make()
+        make((2,), (1,), torch.int8)
 
 
 def test_without_a_gpu_what_asks_for_its_stream_says_so():
@@ -194,7 +192,7 @@ CPU = torch.device("cpu")
 
 def alone(program: Program, *names: str) -> Callable:
     """Runs a program by itself, on tensors."""
-    run = execute.Case(program, "sm_90", torch.device("cpu"), names).alone()
+    run = execute.Case(program, "sm_90", torch.device("cpu"), names, {}).alone()
     return lambda tensors: run([tensor.data_ptr() for tensor in tensors])
 
 

@@ -83,7 +83,7 @@ def stream(monkeypatch):
 
 def alone(program: Program, *names: str) -> Callable:
     """Runs a program by itself, on tensors."""
-    run = execute.Case(program, "sm_90", torch.device("cpu"), names).alone()
+    run = execute.Case(program, "sm_90", torch.device("cpu"), names, {}).alone()
     return lambda tensors: run([tensor.data_ptr() for tensor in tensors])
 
 
