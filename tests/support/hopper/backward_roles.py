@@ -20,6 +20,7 @@ from heedful.kernels.hopper.backward import producer as producer_file
 from heedful.kernels.hopper.backward import tile as tile_file
 from heedful.kernels.hopper.backward.dq import warpgroup as dq_file
 from heedful.kernels.hopper.sm90 import sequences
+from heedful.kernels.hopper.sm90.roles import arranged
 from support.hopper.hosted import Barrier, Host, Int, Machine, Numbers, Place, Pointer, Row
 
 BLOCK_N, GROUP, CONSUMERS, KEYS = 128, 2, 2, 64
@@ -180,7 +181,6 @@ class Tensors(Numbers):
 
     def __init__(self, device: "Device"):
         super().__init__(device.machine, device.program_of, device.programs)
-        self.warp_specialize = device.warp_specialize
 
     @staticmethod
     def allocate_shared_memory(dtype, shape, layout):
@@ -495,6 +495,11 @@ class Device:
     def wait_for_prologue(self):
         self.prologue_ended = True
 
+    def start_roles(self, consumers, roles):
+        roles, warps, registers = arranged(consumers, roles)
+        known = [(role, [getattr(x, "value", x) for x in args]) for role, args in roles]
+        self.warp_specialize(known, warps, registers)
+
     def warp_specialize(self, roles, warps, registers):
         assert self.prologue_ended, "roles read what the prologue writes"
         self.prologue_ended = False
@@ -541,6 +546,7 @@ class Device:
                 "any_far": lambda x: self.far,
                 "dout_scale": lambda *rows: 1,
                 "scale_rows": lambda box, scale: None,
+                "start_roles": self.start_roles,
                 "add_block": self.add_block,
                 "wait_until_read": self.copies_read,
                 "wait_for_turn": self.wait_for_turn,

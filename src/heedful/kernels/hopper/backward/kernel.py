@@ -17,6 +17,7 @@ from heedful.kernels.hopper.backward.dq.warpgroup import backward_dq
 from heedful.kernels.hopper.backward.producer import backward_adder, backward_producer
 from heedful.kernels.hopper.backward.shared import CONSUMERS, BackwardShared, adders
 from heedful.kernels.hopper.backward.tile import work_scheduler
+from heedful.kernels.hopper.sm90.roles import start_roles
 
 
 @gluon.jit
@@ -33,29 +34,13 @@ def backward(io: HopperBackwardIO, params: HopperBackwardParams):
     # The launch begins early (KernelCall.programmatic). From here on, the prologue's results are in
     # memory.
     cuda.gdc_wait()
-    ADDERS: gl.constexpr = adders(params)
-    if ADDERS == 1:
-        gl.warp_specialize(
-            [
-                (backward_consumer, (io, shared, scheduler, params, 0)),
-                (backward_consumer, (io, shared, scheduler, params, 1)),
-                (backward_dq, (io, shared, scheduler, params)),
-                (backward_producer, (io, shared, scheduler, params)),
-                (backward_adder, (io, shared, scheduler, params, 0)),
-            ],
-            [4, 4, 1, 1],
-            [CONSUMER_REGS, DQ_REGS, PRODUCER_REGS, PRODUCER_REGS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (backward_consumer, (io, shared, scheduler, params, 0)),
-                (backward_consumer, (io, shared, scheduler, params, 1)),
-                (backward_dq, (io, shared, scheduler, params)),
-                (backward_producer, (io, shared, scheduler, params)),
-                (backward_adder, (io, shared, scheduler, params, 0)),
-                (backward_adder, (io, shared, scheduler, params, 1)),
-            ],
-            [4, 4, 1, 1, 1],
-            [CONSUMER_REGS, DQ_REGS, PRODUCER_REGS, PRODUCER_REGS, PRODUCER_REGS],
-        )
+    start_roles(
+        CONSUMERS,
+        [
+            (backward_consumer, (io, shared, scheduler, params), 4, CONSUMER_REGS),
+            (backward_dq, (io, shared, scheduler, params), 4, DQ_REGS),
+            (backward_producer, (io, shared, scheduler, params), 1, PRODUCER_REGS),
+            (backward_adder, (io, shared, scheduler, params, 0), 1, PRODUCER_REGS),
+            (backward_adder, (io, shared, scheduler, params, 1), adders(params) - 1, PRODUCER_REGS),
+        ],
+    )

@@ -59,6 +59,7 @@ from heedful.kernels.hopper.sm90.compat import aggregate, inline_asm
 from heedful.kernels.hopper.sm90.mma import ROWS, scores_layout
 from heedful.kernels.hopper.sm90.pairs import from_pairs, lane_place, store_pairs, to_pairs
 from heedful.kernels.hopper.sm90.pipeline import Pipeline, PipelineState, allocate_boxes, stage_of
+from heedful.kernels.hopper.sm90.roles import start_roles
 from heedful.kernels.hopper.sm90.tile_scheduler import SCHEDULER_STAGES, TileScheduler
 
 
@@ -282,12 +283,10 @@ def backward_pair(io: HopperBackwardIO, params: HopperBackwardParams):
     # The launch begins early (KernelCall.programmatic). From here on, the prologue's results are in
     # memory.
     cuda.gdc_wait()
-    gl.warp_specialize(
+    start_roles(
+        CONSUMERS,
         [
-            (pair_consumer, (io, shared, scheduler, params, 0)),
-            (pair_consumer, (io, shared, scheduler, params, 1)),
-            (backward_producer, (io, shared, scheduler, params)),
+            (pair_consumer, (io, shared, scheduler, params), 4, CONSUMER_REGS),
+            (backward_producer, (io, shared, scheduler, params), 1, PRODUCER_REGS),
         ],
-        [4, 1],
-        [CONSUMER_REGS, PRODUCER_REGS],
     )

@@ -56,6 +56,7 @@ from heedful.kernels.hopper.sm90.compat import aggregate
 from heedful.kernels.hopper.sm90.mma import ROWS, scores_layout
 from heedful.kernels.hopper.sm90.pairs import from_pairs
 from heedful.kernels.hopper.sm90.pipeline import Pipeline, PipelineState, allocate_boxes, stage_of
+from heedful.kernels.hopper.sm90.roles import start_roles
 from heedful.kernels.hopper.sm90.tile_scheduler import SCHEDULER_STAGES, TileScheduler
 
 CROSSING_STAGES: gl.constexpr = gl.constexpr(2)
@@ -280,12 +281,10 @@ def backward_wide(io: HopperBackwardIO, params: HopperBackwardParams):
     # The launch begins early (KernelCall.programmatic). From here on, the prologue's results are in
     # memory.
     cuda.gdc_wait()
-    gl.warp_specialize(
+    start_roles(
+        CONSUMERS,
         [
-            (wide_consumer, (io, shared, scheduler, params, 0)),
-            (wide_consumer, (io, shared, scheduler, params, 1)),
-            (backward_producer, (io, shared, scheduler, params)),
+            (wide_consumer, (io, shared, scheduler, params), 4, CONSUMER_REGS),
+            (backward_producer, (io, shared, scheduler, params), 1, PRODUCER_REGS),
         ],
-        [4, 1],
-        [CONSUMER_REGS, PRODUCER_REGS],
     )

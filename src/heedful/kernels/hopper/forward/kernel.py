@@ -21,6 +21,7 @@ from heedful.kernels.hopper.forward.kv_pipeline import KVPipeline
 from heedful.kernels.hopper.forward.producer import producer
 from heedful.kernels.hopper.fp8.transpose_v import RAW_STAGES, TRANSPOSE_WARPS, transpose_v
 from heedful.kernels.hopper.sm90.pipeline import Pipeline
+from heedful.kernels.hopper.sm90.roles import start_roles
 from heedful.kernels.hopper.sm90.tile_scheduler import TileScheduler
 
 
@@ -43,72 +44,22 @@ def forward(io: HopperIO, params: HopperParams, transpose: TransposeV, BEGINS_EA
     if TRANSPOSES:
         raw = Pipeline.allocate(transpose.v, RAW_STAGES, 1)
     fence_async_shared()
-    # Each partition is compiled separately, so each consumer is listed.
-    if CONSUMERS == 1:
-        gl.warp_specialize(
+    if TRANSPOSES:
+        start_roles(
+            CONSUMERS,
             [
-                (consumer, (outputs, q, kv, scheduler, params, 0)),
-                (producer, (io, q, kv, scheduler, transpose, params)),
+                (consumer, (outputs, q, kv, scheduler, params), 4, CONSUMER_REGS),
+                (producer, (io, q, kv, scheduler, transpose, params), 1, PRODUCER_REGS),
+                (transpose_v, (transpose, raw), TRANSPOSE_WARPS, PRODUCER_REGS),
             ],
-            [1],
-            [PRODUCER_REGS],
-        )
-    elif CONSUMERS == 2 and TRANSPOSES:
-        gl.warp_specialize(
-            [
-                (consumer, (outputs, q, kv, scheduler, params, 0)),
-                (consumer, (outputs, q, kv, scheduler, params, 1)),
-                (producer, (io, q, kv, scheduler, transpose, params)),
-                (transpose_v, (transpose, raw)),
-            ],
-            [4, 1, TRANSPOSE_WARPS],
-            [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],
-        )
-    elif CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (consumer, (outputs, q, kv, scheduler, params, 0)),
-                (consumer, (outputs, q, kv, scheduler, params, 1)),
-                (producer, (io, q, kv, scheduler, transpose, params)),
-            ],
-            [4, 1],
-            [CONSUMER_REGS, PRODUCER_REGS],
-        )
-    elif CONSUMERS == 3 and TRANSPOSES:
-        gl.warp_specialize(
-            [
-                (consumer, (outputs, q, kv, scheduler, params, 0)),
-                (consumer, (outputs, q, kv, scheduler, params, 1)),
-                (consumer, (outputs, q, kv, scheduler, params, 2)),
-                (producer, (io, q, kv, scheduler, transpose, params)),
-                (transpose_v, (transpose, raw)),
-            ],
-            [4, 4, 1, TRANSPOSE_WARPS],
-            [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],
-        )
-    elif CONSUMERS == 3:
-        gl.warp_specialize(
-            [
-                (consumer, (outputs, q, kv, scheduler, params, 0)),
-                (consumer, (outputs, q, kv, scheduler, params, 1)),
-                (consumer, (outputs, q, kv, scheduler, params, 2)),
-                (producer, (io, q, kv, scheduler, transpose, params)),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
         )
     else:
-        gl.static_assert(CONSUMERS == 4 and not TRANSPOSES)
-        gl.warp_specialize(
+        start_roles(
+            CONSUMERS,
             [
-                (consumer, (outputs, q, kv, scheduler, params, 0)),
-                (consumer, (outputs, q, kv, scheduler, params, 1)),
-                (consumer, (outputs, q, kv, scheduler, params, 2)),
-                (consumer, (outputs, q, kv, scheduler, params, 3)),
-                (producer, (io, q, kv, scheduler, transpose, params)),
+                (consumer, (outputs, q, kv, scheduler, params), 4, CONSUMER_REGS),
+                (producer, (io, q, kv, scheduler, transpose, params), 1, PRODUCER_REGS),
             ],
-            [4, 4, 4, 1],
-            [CONSUMER_REGS, CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
         )
     if BEGINS_EARLY:
         # A kernel that waits for this one must wait for the kernel before this one, too.

@@ -15,7 +15,8 @@ from heedful.kernels.args.mla import MlaIO
 from heedful.kernels.hopper.decode.share import own_share
 from heedful.kernels.hopper.mla.consumer import mla_consumer
 from heedful.kernels.hopper.mla.producer import mla_producer
-from heedful.kernels.hopper.mla.shared import MlaShared
+from heedful.kernels.hopper.mla.shared import BLOCKS, MlaShared
+from heedful.kernels.hopper.sm90.roles import start_roles
 
 
 @gluon.jit
@@ -26,12 +27,10 @@ def mla(io: MlaIO, params: HopperDecodeParams):
     shared = MlaShared.allocate(io.k.dtype)
     share, _empty = own_share(params)
     fence_async_shared()
-    gl.warp_specialize(
+    start_roles(
+        BLOCKS,
         [
-            (mla_consumer, (io, shared, share, params, 0)),
-            (mla_consumer, (io, shared, share, params, 1)),
-            (mla_producer, (io, shared, share, params)),
+            (mla_consumer, (io, shared, share, params), 4, CONSUMER_REGS),
+            (mla_producer, (io, shared, share, params), 1, PRODUCER_REGS),
         ],
-        [4, 1],
-        [CONSUMER_REGS, PRODUCER_REGS],
     )
