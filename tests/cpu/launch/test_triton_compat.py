@@ -120,9 +120,9 @@ def test_every_parameter_is_given_its_type_its_value_or_its_promise(device, back
 
 def test_a_call_that_names_other_parameters_is_refused():
     call = some_call()
-    given = {name: value for name, value in call.parameters.items() if name != "mask"}
+    given = {name: value for name, value in call.parameters.items() if name != "params"}
     wrong = replace(call, parameters={**given, "spare": Scalar(1)})
-    with pytest.raises(TypeError, match=r"missing \['mask'\], unknown \['spare'\]"):
+    with pytest.raises(TypeError, match=r"missing \['params'\], unknown \['spare'\]"):
         compat.source(wrong)
     with pytest.raises(TypeError, match=r"missing \[\], unknown \['spare'\]"):
         compat.source(replace(call, parameters={**call.parameters, "spare": Scalar(1)}))
@@ -130,8 +130,8 @@ def test_a_call_that_names_other_parameters_is_refused():
 
 def test_a_group_of_another_class_than_the_kernel_declares_is_refused():
     call = some_call()
-    wrong = {**call.parameters, "mask": call.parameters["mods"]}
-    with pytest.raises(TypeError, match="mask must be .*Mask.*got .*ScoreMods"):
+    wrong = {**call.parameters, "params": call.parameters["io"]}
+    with pytest.raises(TypeError, match="params must be .*PortableParams.*got .*ForwardIO"):
         compat.source(replace(call, parameters=wrong))
 
 

@@ -79,8 +79,9 @@ def test_leaves_have_dotted_names_in_order():
     assert len(set(names)) == len(names)
     assert set(names) == set(call.arguments) | set(call.constants)
     assert not set(call.arguments) & set(call.constants)
-    assert call.arguments["mask.right"] == Scalar(0) and call.constants["mask.HAS_RIGHT"] is True
-    assert call.constants["mods.bias.ptr"] is None
+    assert call.arguments["params.mask.right"] == Scalar(0)
+    assert call.constants["params.mask.HAS_RIGHT"] is True
+    assert call.constants["params.mods.bias.ptr"] is None
 
 
 def test_leaves_are_replaced_where_they_are():

@@ -39,7 +39,7 @@ def _lag_and_wait(bar, parity, pred=True):
 
 
 @triton.jit
-def _lag_and_store(m_M, l_M, acc, slot, merge, tile):
+def _lag_and_store(m_M, l_M, acc, slot, params):
     # It is to have a result.
     tl.inline_asm_elementwise(
         lag(4, " mov.b32 $0, 0;"),
@@ -49,7 +49,7 @@ def _lag_and_store(m_M, l_M, acc, slot, merge, tile):
         is_pure=False,
         pack=1,
     )
-    _store_partial(m_M, l_M, acc, slot, merge, tile)
+    _store_partial(m_M, l_M, acc, slot, params)
 
 
 @gluon.jit

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from heedful.kernels.args.kinds import Const, InOut, Num, Out, Ptr
 from heedful.kernels.args.portable import AppendIO, Quantization, Rotary
+from heedful.kernels.args.shared import Descales, KVLayout, Mask, ScoreMods, Sequences, Shape
 
 
 class DecodeMerge(NamedTuple):
@@ -97,3 +98,19 @@ class DecodeAppend(NamedTuple):
     ROWS: Const
     BLOCK_D: Const
     BLOCK_E: Const
+
+
+class DecodeParams(NamedTuple):
+    """The groups of the portable decode beside its arrays. FETCH_AHEAD: how many key tiles ahead
+    rows are prefetched to the L2 cache; 0 for no prefetch."""
+
+    seqs: Sequences
+    shape: Shape
+    mask: Mask
+    mods: ScoreMods
+    cache: KVLayout
+    descales: Descales
+    work: DecodeWork
+    append: DecodeAppend
+    tile: DecodeTile
+    FETCH_AHEAD: Const

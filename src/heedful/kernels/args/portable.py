@@ -188,7 +188,7 @@ class Rotary(NamedTuple):
     IS_INTERLEAVED: Const
 
 
-class OwnShape(NamedTuple):
+class BiasShape(NamedTuple):
     """The shape of a bias. Each size is 1, which broadcasts, or that of the scores."""
 
     b: Num

@@ -154,6 +154,21 @@ class Tile(NamedTuple):
     PRECISION: Const
 
 
+class PortableParams(NamedTuple):
+    """The groups of the portable kernels beside their arrays. A group that a kernel does not use is
+    None."""
+
+    seqs: Sequences
+    shape: Shape
+    mask: Mask
+    mods: ScoreMods
+    dropout: Dropout
+    cache: KVLayout
+    descales: Descales
+    order: TileOrder
+    tile: Tile
+
+
 class ForwardIO(NamedTuple):
     """With several splits, out and lse are float32 partial results. rest: the part that the
     rounding of lse lost, in the layout of lse, of results that are merged later, see

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.args.kinds import Rows
-from heedful.kernels.args.shared import Descale, Descales, KVLayout, Tile
+from heedful.kernels.args.shared import Descale, KVLayout
 from heedful.kernels.common.rows import load_rows, wide
 from heedful.kernels.common.sequences import within
 
@@ -39,16 +39,17 @@ def cache_row(cache: KVLayout, b):
 
 
 @triton.jit
-def keys_at_place(x: Rows, descale: Descale, cache: KVLayout, place, KV_GROUP: tl.constexpr):
+def keys_at_place(x: Rows, descale: Descale, place, params):
     """The `Keys` of a place's sequence and KV head. x: k or v. descale: k's or v's."""
-    entry = cache_row(cache, place.b)
+    KV_GROUP: tl.constexpr = params.descales.KV_GROUP
+    entry = cache_row(params.cache, place.b)
     base = x.ptr + place.g * x.stride_h
     pages = 0
     groups = 0
     if KV_GROUP > 0:
         groups = place.g * descale.stride_h
-    if cache.table is not None:
-        pages = entry * cache.stride_tableb
+    if params.cache.table is not None:
+        pages = entry * params.cache.stride_tableb
     else:
         base += entry * x.stride_b
         if KV_GROUP > 0:
@@ -67,34 +68,26 @@ def storage_rows(rows, keys, cache: KVLayout, stride_page, stride_row):
 
 @triton.jit
 def gather_keys(
-    keys,
-    x: Rows,
-    descale: Descale,
-    cache: KVLayout,
-    descales: Descales,
-    tile: Tile,
-    row0,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    keys, x: Rows, descale: Descale, params, row0, DIM: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The tile of `load_keys` where each row needs an address of its own: in pages, or quantised
     with one scale for each group of dims."""
-    KV_GROUP: tl.constexpr = descales.KV_GROUP
-    rows = row0 + tl.arange(0, tile.BLOCK_N)
+    KV_GROUP: tl.constexpr = params.descales.KV_GROUP
+    rows = row0 + tl.arange(0, params.tile.BLOCK_N)
     dims = tl.arange(0, BLOCK)
     # Rows past the end are never loaded. Their address repeats that of the last row, whose page
     # exists.
     place = keys.seq.token_k + tl.minimum(rows, keys.seq.len_k - 1)
-    if cache.table is None:
+    if params.cache.table is None:
         offsets = wide(place) * x.stride_n
         if KV_GROUP > 0:
             d_offsets = wide(place) * descale.stride_n
     else:
-        offsets = storage_rows(place, keys, cache, x.stride_b, x.stride_n)
+        offsets = storage_rows(place, keys, params.cache, x.stride_b, x.stride_n)
         if KV_GROUP > 0:
-            d_offsets = storage_rows(place, keys, cache, descale.stride_b, descale.stride_n)
+            d_offsets = storage_rows(place, keys, params.cache, descale.stride_b, descale.stride_n)
     ok = (rows < keys.seq.len_k)[:, None] & (dims < DIM)[None, :]
-    if descales.IS_INT4:
+    if params.descales.IS_INT4:
         packed = tl.load(keys.base + offsets[:, None] + (dims // 2)[None, :], mask=ok, other=0)
         nibble = (packed.to(tl.int32) >> ((dims % 2) * 4)[None, :]) & 15
         # The four bits are a two's complement.
@@ -115,9 +108,7 @@ def load_keys(
     keys,
     x: Rows,
     descale: Descale,
-    cache: KVLayout,
-    descales: Descales,
-    tile: Tile,
+    params,
     row0,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -125,8 +116,9 @@ def load_keys(
 ):
     """A tile of keys from row0 on, zeros past the sequence. It is in the stored dtype, or in
     float32 if groups of dims have descales. descale: k's or v's."""
-    if cache.table is None and descales.KV_GROUP == 0:
+    if params.cache.table is None and params.descales.KV_GROUP == 0:
         start, count = keys.base + keys.seq.token_k * x.stride_n, keys.seq.len_k
-        return load_rows(start, x.stride_n, row0, count, DIM, tile.BLOCK_N, BLOCK, IS_MASKED)
+        N: tl.constexpr = params.tile.BLOCK_N
+        return load_rows(start, x.stride_n, row0, count, DIM, N, BLOCK, IS_MASKED)
     else:
-        return gather_keys(keys, x, descale, cache, descales, tile, row0, DIM, BLOCK)
+        return gather_keys(keys, x, descale, params, row0, DIM, BLOCK)

@@ -50,6 +50,23 @@ def load_rows(
 
 
 @triton.jit
+def load_head_rows(
+    x: Rows,
+    b,
+    h,
+    token,
+    row0,
+    count,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`load_rows` of one head of a sequence, whose first row is `token`; zeros past `count`."""
+    base = row_base(x, b, h, token)
+    return load_rows(base, x.stride_n, row0, count, DIM, ROWS, BLOCK, True)
+
+
+@triton.jit
 def store_rows(base, tile, stride_row, row0, count, DIM: tl.constexpr):
     """Stores the first DIM columns of a tile at rows [row0, count)."""
     base += wide(row0) * stride_row

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.args.kinds import RowVector
-from heedful.kernels.args.shared import Descale, Mask, ScoreMods, Tile
+from heedful.kernels.args.shared import Descale, Descales, Mask, ScoreMods
 from heedful.kernels.common.constants import LN2, LOG2E, LOG2E_REST
 from heedful.kernels.common.rows import wide
 
@@ -98,17 +98,19 @@ def tanh(x):
 
 
 @triton.jit
-def head_mods(scale, b, h, mods: ScoreMods, mask: Mask):
+def head_mods(scale, b, h, params):
     """The score modifiers of query head h in sequence b. scale: of raw scores, with descales."""
     slope = 0.0
     bias = 0
     tree = 0
-    if mods.alibi is not None:
-        slope = tl.load(mods.alibi + b * mods.stride_alibib + h)
-    if mods.bias.ptr is not None:
-        bias = mods.bias.ptr + (b * mods.bias.stride_b + h * mods.bias.stride_h)
-    if mask.tree is not None:
-        tree = mask.tree + b * mask.stride_treeb
+    if params.mods.alibi is not None:
+        slope = tl.load(params.mods.alibi + b * params.mods.stride_alibib + h)
+    if params.mods.bias.ptr is not None:
+        bias = params.mods.bias.ptr + (
+            b * params.mods.bias.stride_b + h * params.mods.bias.stride_h
+        )
+    if params.mask.tree is not None:
+        tree = params.mask.tree + b * params.mask.stride_treeb
     return HeadMods(scale, slope, bias, tree)
 
 
@@ -121,19 +123,30 @@ def descaled(factor, descale: Descale, place):
 
 
 @triton.jit
-def bias_tile(row0, col0, place, head, mods: ScoreMods, tile: Tile, TRANSPOSED: tl.constexpr):
+def with_descales(scale, factor, place, descales: Descales):
+    """(scale of scores, factor of outputs) times the descales of a place's heads."""
+    scale = descaled(scale, descales.q, place)
+    if descales.KV_GROUP == 0:
+        scale = descaled(scale, descales.k, place)
+        factor = descaled(factor, descales.v, place)
+    return scale, factor
+
+
+@triton.jit
+def bias_tile(row0, col0, place, head, params, TRANSPOSED: tl.constexpr):
     """The bias of a tile in float32: [M, N] or, if TRANSPOSED, [N, M]; 0 if there is no bias. Rows
     and columns past the sequence repeat its last one: their scores are masked or never stored."""
-    if mods.bias.ptr is None:
+    if params.mods.bias.ptr is None:
         return 0.0
     else:
-        rows = tl.minimum(tl.arange(0, tile.BLOCK_M), place.seq.len_q - 1 - row0)
-        cols = tl.minimum(tl.arange(0, tile.BLOCK_N), place.seq.len_k - 1 - col0)
-        base = head.bias + wide(row0) * mods.bias.stride_m + wide(col0) * mods.bias.stride_n
+        rows = tl.minimum(tl.arange(0, params.tile.BLOCK_M), place.seq.len_q - 1 - row0)
+        cols = tl.minimum(tl.arange(0, params.tile.BLOCK_N), place.seq.len_k - 1 - col0)
+        stride_m, stride_n = params.mods.bias.stride_m, params.mods.bias.stride_n
+        base = head.bias + wide(row0) * stride_m + wide(col0) * stride_n
         if TRANSPOSED:
-            ptrs = base + cols[:, None] * mods.bias.stride_n + rows[None, :] * mods.bias.stride_m
+            ptrs = base + cols[:, None] * stride_n + rows[None, :] * stride_m
         else:
-            ptrs = base + rows[:, None] * mods.bias.stride_m + cols[None, :] * mods.bias.stride_n
+            ptrs = base + rows[:, None] * stride_m + cols[None, :] * stride_n
         return tl.load(ptrs).to(tl.float32)
 
 
@@ -195,10 +208,66 @@ def tree_visible(rows, cols, place, head, mask: Mask):
 
 
 @triton.jit
+def modified_scores(
+    s_MN,
+    rows_M,
+    row0,
+    col0,
+    place,
+    head,
+    params,
+    IS_ADJUSTED: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    """Raw products, after score modifiers if IS_ADJUSTED; scores that are not visible become -inf
+    if IS_MASKED."""
+    cols_N = col0 + tl.arange(0, params.tile.BLOCK_N)
+    distance_MN = cols_N[None, :] - (rows_M + place.seq.off)[:, None]
+    if IS_ADJUSTED:
+        bias_MN = bias_tile(row0, col0, place, head, params, False)
+        s_MN, _slope = adjust_scores(s_MN, distance_MN, bias_MN, head, params.mods)
+    if IS_MASKED:
+        ok_MN = visible(rows_M[:, None], cols_N[None, :], distance_MN, place, head, params.mask)
+        s_MN = tl.where(ok_MN, s_MN, float("-inf"))
+    return s_MN
+
+
+@triton.jit
 def finite_or_zero(m):
     """The running maximum to subtract: 0 for a row that has seen no key, so that it never subtracts
     -inf."""
     return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def softmax_step(
+    s_MN,
+    m_M,
+    l_M,
+    scale,
+    IS_ADJUSTED: tl.constexpr,
+    IS_EXACT: tl.constexpr,
+    IS_SAFE: tl.constexpr = True,
+):
+    """(probabilities, new maximum, new sum, factor for earlier sums) after one more tile.
+
+    IS_ADJUSTED: scores and maximum are in natural units; else scores are raw, the maximum is in
+    base 2, and the scale is folded into the exponent. IS_SAFE: a row may have seen no key yet.
+    """
+    top_M = tl.max(s_MN, 1)
+    if not IS_ADJUSTED:
+        top_M = top_M * (scale * LOG2E)
+    new_M = tl.maximum(m_M, top_M)
+    base_M = new_M
+    if IS_SAFE:
+        base_M = finite_or_zero(new_M)
+    if IS_ADJUSTED:
+        p_MN = exponential(s_MN - base_M[:, None], IS_EXACT)
+        alpha_M = exponential(m_M - base_M, IS_EXACT)
+    else:
+        p_MN = tl.exp2(tl.fma(s_MN, scale * LOG2E, -base_M[:, None]))
+        alpha_M = tl.exp2(m_M - base_M)
+    return p_MN, new_M, l_M * alpha_M + tl.sum(p_MN, 1), alpha_M
 
 
 @triton.jit
@@ -215,15 +284,22 @@ def sink_state(logit, m_M, IS_ADJUSTED: tl.constexpr):
 
 
 @triton.jit
-def lse_to_subtract(
-    lse: RowVector, offsets, exists, IS_ADJUSTED: tl.constexpr, IS_MASKED: tl.constexpr
-):
+def first_statistics(split, place, params, IS_ADJUSTED: tl.constexpr):
+    """(maximum, sum) of rows before any key: those of the sink in the first split, if there is one,
+    else -inf and 0."""
+    m_M = tl.full([params.tile.BLOCK_M], float("-inf"), tl.float32)
+    l_M = tl.zeros([params.tile.BLOCK_M], tl.float32)
+    if params.mods.sink is not None:
+        logit = tl.where(split == 0, tl.load(params.mods.sink + place.h), float("-inf"))
+        m_M, l_M = sink_state(logit, m_M, IS_ADJUSTED)
+    return m_M, l_M
+
+
+@triton.jit
+def lse_to_subtract(lse: RowVector, offsets, exists, IS_ADJUSTED: tl.constexpr):
     """The LSE in the units of the scores: natural ones if IS_ADJUSTED, else base 2. Rows that saw
     nothing and rows that do not exist get +inf, so that their probabilities are 0."""
-    if IS_MASKED:
-        lse_M = tl.load(lse.ptr + offsets, mask=exists, other=float("inf"))
-    else:
-        lse_M = tl.load(lse.ptr + offsets)
+    lse_M = tl.load(lse.ptr + offsets, mask=exists, other=float("inf"))
     lse_M = tl.where(lse_M == float("-inf"), float("inf"), lse_M)
     if not IS_ADJUSTED:
         lse_M *= LOG2E
@@ -239,9 +315,7 @@ def probabilities(
     col0,
     place,
     head,
-    mask: Mask,
-    mods: ScoreMods,
-    tile: Tile,
+    params,
     IS_MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
@@ -249,22 +323,23 @@ def probabilities(
     TRANSPOSED, [N, M]. lse_M: the number to subtract from scores, in their units
     (`lse_to_subtract`)."""
     IS_EXACT: tl.constexpr = q_MD.dtype == tl.float32
-    rows_M = row0 + tl.arange(0, tile.BLOCK_M)
-    cols_N = col0 + tl.arange(0, tile.BLOCK_N)
+    PRECISION: tl.constexpr = params.tile.PRECISION
+    rows_M = row0 + tl.arange(0, params.tile.BLOCK_M)
+    cols_N = col0 + tl.arange(0, params.tile.BLOCK_N)
     if TRANSPOSED:
-        s = product_of_rows(k_ND, q_MD, tile.PRECISION, IS_EXACT)
+        s = product_of_rows(k_ND, q_MD, PRECISION, IS_EXACT)
         rows, cols, lse = rows_M[None, :], cols_N[:, None], lse_M[None, :]
     else:
-        s = product_of_rows(q_MD, k_ND, tile.PRECISION, IS_EXACT)
+        s = product_of_rows(q_MD, k_ND, PRECISION, IS_EXACT)
         rows, cols, lse = rows_M[:, None], cols_N[None, :], lse_M[:, None]
     distance = cols - (rows + place.seq.off)
     slope_of_cap = 1.0
-    if mods.IS_ADJUSTED:
-        b_tile = bias_tile(row0, col0, place, head, mods, tile, TRANSPOSED)
-        s, slope_of_cap = adjust_scores(s, distance, b_tile, head, mods)
+    if params.mods.IS_ADJUSTED:
+        b_tile = bias_tile(row0, col0, place, head, params, TRANSPOSED)
+        s, slope_of_cap = adjust_scores(s, distance, b_tile, head, params.mods)
         p = exponential(s - lse, IS_EXACT)
     else:
         p = tl.exp2(tl.fma(s, head.scale * LOG2E, -lse))
     if IS_MASKED:
-        p = tl.where(visible(rows, cols, distance, place, head, mask), p, 0.0)
+        p = tl.where(visible(rows, cols, distance, place, head, params.mask), p, 0.0)
     return p, slope_of_cap

@@ -12,18 +12,13 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.args.kinds import RowArray, Rows
-from heedful.kernels.args.shared import Descales, KVLayout, Mask, ScoreMods, Tile
-from heedful.kernels.common.constants import LOG2E
 from heedful.kernels.common.keys import load_keys
-from heedful.kernels.common.rows import load_rows, row_base, wide
+from heedful.kernels.common.rows import load_head_rows, load_rows, row_base, wide
 from heedful.kernels.common.scores import (
-    adjust_scores,
-    bias_tile,
-    exponential,
-    finite_or_zero,
+    first_statistics,
+    modified_scores,
     product_of_rows,
-    sink_state,
-    visible,
+    softmax_step,
 )
 from heedful.kernels.common.tile_range import key_tiles
 
@@ -49,57 +44,16 @@ def any_far(lse_M, IS_EXACT: tl.constexpr):
 
 
 @triton.jit
-def with_scores(m_M, l_M, s_MN, unit, IS_ADJUSTED: tl.constexpr):
-    """(maximum, sum) of rows after one more tile of scores. Scores and maxima are in natural units
-    if IS_ADJUSTED; else scores are raw, `unit` converts them to base 2, and maxima are in base 2.
-    """
-    top_M = tl.max(s_MN, 1)
-    if not IS_ADJUSTED:
-        top_M = top_M * unit
-    new_M = tl.maximum(m_M, top_M)
-    base_M = finite_or_zero(new_M)
-    if IS_ADJUSTED:
-        p_MN = exponential(s_MN - base_M[:, None], True)
-        old_M = exponential(m_M - base_M, True)
-    else:
-        p_MN = tl.exp2(tl.fma(s_MN, unit, -base_M[:, None]))
-        old_M = tl.exp2(m_M - base_M)
-    return new_M, l_M * old_M + tl.sum(p_MN, 1)
-
-
-@triton.jit
-def sink_statistics(place, mods: ScoreMods, tile: Tile, IS_ADJUSTED: tl.constexpr):
-    """(maximum, sum) of rows before any key: the sink's, if there is one, else -inf and 0."""
-    m_M = tl.full([tile.BLOCK_M], float("-inf"), tl.float32)
-    l_M = tl.zeros([tile.BLOCK_M], tl.float32)
-    if mods.sink is not None:
-        m_M, l_M = sink_state(tl.load(mods.sink + place.h), m_M, IS_ADJUSTED)
-    return m_M, l_M
-
-
-@triton.jit
-def statistics_of_keys(
-    q_MD,
-    keys,
-    k: Rows,
-    cache: KVLayout,
-    descales: Descales,
-    row0,
-    place,
-    head,
-    mask: Mask,
-    mods: ScoreMods,
-    tile: Tile,
-    IS_ADJUSTED: tl.constexpr,
-):
-    """`row_statistics` of a tile of queries in registers. keys: `Keys` in any storage or, if
-    descales is None, the address of dense rows."""
-    D: tl.constexpr = tile.HEAD_DIM
-    N: tl.constexpr = tile.BLOCK_N
+def statistics_of_keys(q_MD, keys, k: Rows, row0, place, head, params, IS_ADJUSTED: tl.constexpr):
+    """`row_statistics` of a tile of queries in registers. keys: `Keys` in any storage or, without a
+    cache, the address of dense rows."""
+    D: tl.constexpr = params.tile.HEAD_DIM
+    N: tl.constexpr = params.tile.BLOCK_N
+    BLOCK_D: tl.constexpr = params.tile.BLOCK_D
     IS_EXACT: tl.constexpr = q_MD.dtype == tl.float32
-    rows_M = row0 + tl.arange(0, tile.BLOCK_M)
-    m_M, l_M = sink_statistics(place, mods, tile, IS_ADJUSTED)
-    tiles = key_tiles(row0, place, mask, tile)
+    rows_M = row0 + tl.arange(0, params.tile.BLOCK_M)
+    m_M, l_M = first_statistics(0, place, params, IS_ADJUSTED)
+    tiles = key_tiles(row0, place, params.mask, params.tile)
     # ptxas: few calls run this loop, so it has one stage and takes no shared memory from the loops
     # after it.
     for visit in tl.range(0, tiles.first_end + (tiles.end - tiles.begin), num_stages=1):
@@ -107,55 +61,28 @@ def statistics_of_keys(
         if visit >= tiles.first_end:
             block = visit - tiles.first_end + tiles.begin
         col0 = block * N
-        if descales is None:
-            k_ND = load_rows(keys, k.stride_n, col0, place.seq.len_k, D, N, tile.BLOCK_D, True)
+        if params.cache is None:
+            k_ND = load_rows(keys, k.stride_n, col0, place.seq.len_k, D, N, BLOCK_D, True)
         else:
-            k_ND = load_keys(
-                keys, k, descales.k, cache, descales, tile, col0, D, tile.BLOCK_D, True
-            )
-        s_MN = product_of_rows(q_MD, k_ND.to(q_MD.dtype), tile.PRECISION, IS_EXACT)
-        cols_N = col0 + tl.arange(0, N)
-        distance_MN = cols_N[None, :] - (rows_M + place.seq.off)[:, None]
-        if IS_ADJUSTED:
-            bias_MN = bias_tile(row0, col0, place, head, mods, tile, False)
-            s_MN, _slope = adjust_scores(s_MN, distance_MN, bias_MN, head, mods)
-        ok_MN = visible(rows_M[:, None], cols_N[None, :], distance_MN, place, head, mask)
-        s_MN = tl.where(ok_MN, s_MN, float("-inf"))
-        m_M, l_M = with_scores(m_M, l_M, s_MN, head.scale * LOG2E, IS_ADJUSTED)
+            k_ND = load_keys(keys, k, params.descales.k, params, col0, D, BLOCK_D, True)
+        s_MN = product_of_rows(q_MD, k_ND.to(q_MD.dtype), params.tile.PRECISION, IS_EXACT)
+        s_MN = modified_scores(s_MN, rows_M, row0, col0, place, head, params, IS_ADJUSTED, True)
+        _p, m_M, l_M, _alpha = softmax_step(s_MN, m_M, l_M, head.scale, IS_ADJUSTED, True)
     return m_M, l_M
 
 
 @triton.jit
-def row_statistics(
-    q: Rows,
-    k: Rows,
-    row0,
-    place,
-    head,
-    mask: Mask,
-    mods: ScoreMods,
-    tile: Tile,
-    IS_ADJUSTED: tl.constexpr = True,
-):
+def row_statistics(q: Rows, k: Rows, row0, place, head, params, IS_ADJUSTED: tl.constexpr = True):
     """(maximum, sum of exp(score - maximum)) of a tile of query rows over all keys that they see,
     and over the sink. Rows that see nothing have -inf and 0. IS_ADJUSTED: scores take their
-    modifiers and maxima are in natural units; else maxima are those of raw scores times scale *
-    LOG2E."""
+    modifiers and maxima are in natural units; else maxima are those of raw scores times
+    scale * LOG2E."""
     keys = row_base(k, place.b, place.g, place.seq.token_k)
-    queries = row_base(q, place.b, place.h, place.seq.token_q)
-    q_MD = load_rows(
-        queries,
-        q.stride_n,
-        row0,
-        place.seq.len_q,
-        tile.HEAD_DIM,
-        tile.BLOCK_M,
-        tile.BLOCK_D,
-        True,
-    )
-    return statistics_of_keys(
-        q_MD, keys, k, None, None, row0, place, head, mask, mods, tile, IS_ADJUSTED
-    )
+    D: tl.constexpr = params.tile.HEAD_DIM
+    M: tl.constexpr = params.tile.BLOCK_M
+    b, h, token, count = place.b, place.h, place.seq.token_q, place.seq.len_q
+    q_MD = load_head_rows(q, b, h, token, row0, count, D, M, params.tile.BLOCK_D)
+    return statistics_of_keys(q_MD, keys, k, row0, place, head, params, IS_ADJUSTED)
 
 
 @triton.jit

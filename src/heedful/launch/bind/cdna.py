@@ -45,7 +45,7 @@ def _call(
         "order": TileOrder(
             tiles=Scalar(launch.numbers["tiles"]), l2_heads=None, splits=Scalar(sizes.num_splits)
         ),
-        "tile": portable.tile(problem, config, _divisor(buffers["q"])),
+        "tile": portable.tile(problem, config.block_m, config.block_n, _divisor(buffers["q"])),
         "scale_log2": groups.number(problem.scale * math.log2(math.e)),
         "GENERATION": GENERATIONS[plan.device.arch],
     }

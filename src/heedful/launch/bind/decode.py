@@ -6,7 +6,7 @@ from heedful.core.call.problem import ITEM_BITS, AttentionProblem
 from heedful.core.planning.plan import Plan
 from heedful.core.planning.sizes import Sizes
 from heedful.core.registry.tiles import MERGE_ROWS, DecodeConfig, pow2
-from heedful.kernels.args.decode import DecodeAppend, DecodeTile, DecodeWork
+from heedful.kernels.args.decode import DecodeAppend, DecodeParams, DecodeTile, DecodeWork
 from heedful.kernels.args.shared import ForwardIO, KVLayout
 from heedful.launch.bind import groups, split_kv
 from heedful.launch.bind.groups import Buffers
@@ -54,18 +54,20 @@ def decode_call(
             **{name: groups.rows(buffers, name, divisor) for name in "qkv"},
             **split_kv.results(buffers, divisor),
         ),
-        sequences=groups.sequences(
-            problem, buffers, None if append is None else buffers["k_new"].shape[1]
+        params=DecodeParams(
+            seqs=groups.sequences(
+                problem, buffers, None if append is None else buffers["k_new"].shape[1]
+            ),
+            shape=groups.shape(problem),
+            mask=groups.mask(problem, buffers),
+            mods=groups.score_mods(problem, buffers),
+            cache=_cache(problem, buffers, append is not None),
+            descales=groups.descales(problem, buffers),
+            work=_work(problem, plan, config, buffers, launch.numbers),
+            append=append or absent(DecodeAppend),
+            tile=_tile(problem, config),
+            FETCH_AHEAD=config.fetch_ahead,
         ),
-        shape=groups.shape(problem),
-        mask=groups.mask(problem, buffers),
-        mods=groups.score_mods(problem, buffers),
-        cache=_cache(problem, buffers, append is not None),
-        descales=groups.descales(problem, buffers),
-        work=_work(problem, plan, config, buffers, launch.numbers),
-        append=append or absent(DecodeAppend),
-        tile=_tile(problem, config),
-        FETCH_AHEAD=config.fetch_ahead,
     )
     registers = config.registers if plan.device.vendor == "nvidia" else 0
     return split_kv.within_registers(call, registers)

@@ -24,7 +24,6 @@ from heedful.kernels.args.hopper_backward import (
     HopperBackwardTile,
 )
 from heedful.kernels.args.kinds import Rows
-from heedful.kernels.args.shared import Tile
 from heedful.launch.bind import groups, hopper_groups, portable
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, number, pointer
@@ -40,8 +39,9 @@ _MODULES = {
     "backward_wide": "wide",
     "backward_epilogue": "dq.epilogue",
 }
-# Rows and keys by which far rows are made anew, and registers that near rows need: few calls have
-# far ones, and nobody else is to wait because fewer programs are at work at once.
+# Rows and keys by which far rows are computed again, and registers that near rows need. Few calls
+# have far rows, so their tiles are small: near rows pay neither registers nor shared memory for
+# them, and as many programs run at once.
 _FAR_BLOCK = 16
 _NEAR_REGISTERS = {64: 48, 128: 56, 256: 80}
 
@@ -135,6 +135,8 @@ def _prologue_call(
 ) -> KernelCall:
     divisor = portable.shared_divisor(buffers, ("out", "dout"))
     of_scores = portable.shared_divisor(buffers, ("q", "k"))
+    blocks = portable.tile(problem, _FAR_BLOCK, _FAR_BLOCK, 16)
+    params = portable.params(problem, blocks, buffers, has_sink=True)
     return _rows_call(
         "prologue",
         sizes,
@@ -157,31 +159,12 @@ def _prologue_call(
             reference=pointer(buffers, "reference"),
             factor=pointer(buffers, "factor"),
         ),
-        seqs=groups.sequences(problem, buffers),
-        shape=groups.shape(problem),
-        mask=groups.mask(problem, buffers),
-        mods=groups.score_mods(problem, buffers),
+        params=params._replace(dropout=None),
         sizes=_sizes(problem, buffers),
-        tile=_far_tile(problem),
         BLOCK_M=config.block_m,
         D=product_dim(problem.head_dim),
         E=problem.head_dim_v,
         BLOCK_E=pow2(problem.head_dim_v),
-    )
-
-
-def _far_tile(problem: AttentionProblem) -> Tile:
-    """The tiles by which far rows are made anew: few keys, so that they cost those that are near
-    neither registers nor shared memory."""
-    return Tile(
-        HEAD_DIM=problem.head_dim,
-        HEAD_DIM_V=problem.head_dim_v,
-        BLOCK_M=_FAR_BLOCK,
-        BLOCK_N=_FAR_BLOCK,
-        BLOCK_D=pow2(problem.head_dim, 16),
-        BLOCK_E=pow2(problem.head_dim_v, 16),
-        BLOCK_R=0,
-        PRECISION="ieee",
     )
 
 

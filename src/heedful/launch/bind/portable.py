@@ -23,10 +23,10 @@ from heedful.core.registry.tiles import (
 )
 from heedful.kernels.args import portable as args
 from heedful.kernels.args.kinds import Rows
-from heedful.kernels.args.shared import ForwardIO, Tile, TileOrder
+from heedful.kernels.args.shared import Descale, ForwardIO, PortableParams, Tile, TileOrder
 from heedful.launch.bind import groups
 from heedful.launch.bind.groups import Buffers, pointer, scalars
-from heedful.launch.program.spec import KernelCall, KernelRef, Program, Scalar
+from heedful.launch.program.spec import KernelCall, KernelRef, Program, Scalar, absent
 
 # Triton 3.6 miscompiles WGMMA over a 32-wide 16-bit tile that was loaded element by element (keys
 # from the 16th on are wrong; H200, 2026-11-20; right with 3.9): unaligned tiles are at least this.
@@ -53,7 +53,7 @@ def kernel_call(
     return KernelCall(ref, grid, parameters, options)
 
 
-def tile(problem: AttentionProblem, config: TileConfig, divisor: int) -> Tile:
+def tile(problem: AttentionProblem, block_m: int, block_n: int, divisor: int) -> Tile:
     """Block sizes. BLOCK_R: 576 would fill little more than half of the next power of two.
     PRECISION: float32 products are IEEE; narrower inputs are exact in any."""
     least = 16 if divisor > 1 else _UNALIGNED_WIDTH
@@ -61,8 +61,8 @@ def tile(problem: AttentionProblem, config: TileConfig, divisor: int) -> Tile:
     return Tile(
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
         BLOCK_D=min(pow2(problem.head_dim, least), MAX_HEAD_DIM_V),
         BLOCK_E=pow2(problem.head_dim_v, least),
         BLOCK_R=pow2(rest, least) if rest > 0 else 0,
@@ -70,19 +70,28 @@ def tile(problem: AttentionProblem, config: TileConfig, divisor: int) -> Tile:
     )
 
 
-def _scores(
-    problem: AttentionProblem, config: TileConfig, buffers: Buffers, divisor: int
-) -> dict[str, Any]:
-    """The groups of every kernel that makes scores again: a known log-sum-exp has the sink in
-    it."""
-    return {
-        "sequences": groups.sequences(problem, buffers),
-        "shape": groups.shape(problem),
-        "mask": groups.mask(problem, buffers),
-        "mods": groups.score_mods(problem, buffers)._replace(sink=None),
-        "dropout": groups.dropout(problem, buffers),
-        "tile": tile(problem, config, divisor),
-    }
+def params(
+    problem: AttentionProblem,
+    blocks: Tile,
+    buffers: Buffers,
+    order: TileOrder | None = None,
+    has_sink: bool = False,
+    is_cached: bool = False,
+) -> PortableParams:
+    """The groups beside arrays. has_sink: rows take the sink, which a known log-sum-exp has in it.
+    is_cached: keys may lie in a cache."""
+    mods = groups.score_mods(problem, buffers)
+    return PortableParams(
+        seqs=groups.sequences(problem, buffers),
+        shape=groups.shape(problem),
+        mask=groups.mask(problem, buffers),
+        mods=mods if has_sink else mods._replace(sink=None),
+        dropout=groups.dropout(problem, buffers),
+        cache=groups.kv_layout(problem.page_size, buffers) if is_cached else None,
+        descales=groups.descales(problem, buffers) if is_cached else None,
+        order=order,
+        tile=blocks,
+    )
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
@@ -111,8 +120,8 @@ def _forward_call(
 ) -> KernelCall:
     config, launch = plan.configs["portable.forward"], sizes.launches["portable.forward"]
     divisor = shared_divisor(buffers, ("q", "k", "v", out))
-    scores = _scores(problem, config, buffers, divisor)
-    scores["mods"] = groups.score_mods(problem, buffers)
+    blocks = tile(problem, config.block_m, config.block_n, divisor)
+    order = _order(launch.numbers, sizes.num_splits)
     return kernel_call(
         "forward.kernel.attention_forward",
         launch.grid,
@@ -123,10 +132,7 @@ def _forward_call(
             lse=groups.split_row_vector(buffers, lse, plan.is_split),
             rest=pointer(buffers, "partial_rest" if plan.is_split else "rest"),
         ),
-        cache=groups.kv_layout(problem.page_size, buffers),
-        descales=groups.descales(problem, buffers),
-        order=_order(launch.numbers, sizes.num_splits),
-        **scores,
+        params=params(problem, blocks, buffers, order, has_sink=True, is_cached=True),
     )
 
 
@@ -243,10 +249,9 @@ def _probs_call(
 ) -> KernelCall:
     config, launch = plan.configs["portable.scores"], sizes.launches["portable.scores"]
     divisor = shared_divisor(buffers, ("q", "k"))
-    scores = _scores(problem, config, buffers, divisor)
-    # Rows whose maximum and sum are made anew have it in them.
-    scores["mods"] = groups.score_mods(problem, buffers)
-    descales = groups.descales(problem, buffers)
+    # Rows whose maximum and sum are computed again take the sink.
+    blocks = tile(problem, config.block_m, config.block_n, divisor)
+    given = params(problem, blocks, buffers, has_sink=True, is_cached=True)
     return kernel_call(
         "forward.probabilities.signed_probabilities",
         launch.grid,
@@ -257,10 +262,8 @@ def _probs_call(
             lse=groups.row_vector(buffers, "lse"),
             probs=groups.score_array(buffers, "probs")._replace(stride_n=1),
         ),
-        cache=groups.kv_layout(problem.page_size, buffers),
-        descales=descales._replace(v=None),
+        params=given._replace(descales=given.descales._replace(v=absent(Descale))),
         **scalars(**launch.numbers),
-        **scores,
     )
 
 
@@ -321,6 +324,7 @@ def _key_gradients_call(
     kernel, tensors = "portable.backward_keys", ("q", "k", "v", "dout", "dk", "dv")
     config, launch = plan.configs[kernel], sizes.launches[kernel]
     divisor = shared_divisor(buffers, tensors)
+    blocks = tile(problem, config.block_m, config.block_n, divisor)
     return kernel_call(
         "backward.keys.key_gradients",
         launch.grid,
@@ -332,9 +336,8 @@ def _key_gradients_call(
             factor=pointer(buffers, "factor"),
             **{name: groups.rows(buffers, name, divisor) for name in tensors},
         ),
-        order=_order(launch.numbers),
+        params=params(problem, blocks, buffers, _order(launch.numbers)),
         IS_GQA=problem.group > 1,
-        **_scores(problem, config, buffers, divisor),
     )
 
 
@@ -344,9 +347,8 @@ def _query_gradients_call(
     kernel, tensors = "portable.backward_queries", ("q", "k", "v", "out", "dout", "dq")
     config, launch = plan.configs[kernel], sizes.launches[kernel]
     divisor = shared_divisor(buffers, tensors)
-    scores = _scores(problem, config, buffers, divisor)
-    # Rows whose maximum and sum are made anew have it in them.
-    scores["mods"] = groups.score_mods(problem, buffers)
+    # Rows whose maximum and sum are computed again take the sink.
+    blocks = tile(problem, config.block_m, config.block_n, divisor)
     return kernel_call(
         "backward.queries.query_gradients",
         launch.grid,
@@ -359,8 +361,7 @@ def _query_gradients_call(
             factor=pointer(buffers, "factor"),
             **{name: groups.rows(buffers, name, divisor) for name in tensors},
         ),
-        order=_order(launch.numbers),
-        **scores,
+        params=params(problem, blocks, buffers, _order(launch.numbers), has_sink=True),
     )
 
 
@@ -369,6 +370,7 @@ def _bias_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers
     divisor = shared_divisor(buffers, tensors)
     b, h, m, n = buffers["dbias"].shape
     tiles = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
+    blocks = tile(problem, config.block_m, config.block_n, divisor)
     return kernel_call(
         "backward.bias.bias_gradients",
         (tiles * b * h, 1, 1),
@@ -381,6 +383,6 @@ def _bias_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers
             dbias=groups.score_array(buffers, "dbias"),
             **{name: groups.rows(buffers, name, divisor) for name in tensors},
         ),
-        own=args.OwnShape(*map(Scalar, (b, h, m, n))),
-        **_scores(problem, config, buffers, divisor),
+        bias=args.BiasShape(*map(Scalar, (b, h, m, n))),
+        params=params(problem, blocks, buffers),
     )

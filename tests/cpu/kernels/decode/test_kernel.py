@@ -137,14 +137,14 @@ def test_scores_far_from_0_are_within_the_budget(problem):
 
 
 @triton.jit
-def shares_of(out, sequences, shape, mask, work, tile):
+def shares_of(out, seqs, shape, mask, work, tile):
     pid, programs = tl.program_id(0), tl.num_programs(0)
     share, empty = share_of(
         pid,
         programs,
         tl.arange(0, 1),
         tl.arange(0, work.LOOKS),
-        SplitKVParams(sequences, shape, mask, work, tile),
+        SplitKVParams(seqs, shape, mask, work, tile),
     )
     tl.store(out + 5 * pid, share.x)
     tl.store(out + 5 * pid + 1, share.end)
@@ -164,8 +164,8 @@ def dealt_out(lengths: list[int], num_splits: int, config: DecodeConfig = TILES)
     tiles: dict[str, TileConfig] = {"decode.forward": config}
     made = Plan(problem, device, "decode", "run", variant="portable", configs=tiles)
     (call,) = decode.forward(problem, made, specs).calls
-    names = ("sequences", "shape", "mask", "work", "tile")
-    parameters = {name: call.parameters[name] for name in names}
+    names = ("seqs", "shape", "mask", "work", "tile")
+    parameters = {name: getattr(call.parameters["params"], name) for name in names}
     merge = parameters["work"].merge._replace(partial_out=None, partial_sums=None, counts=None)
     work = parameters["work"]._replace(merge=merge)
     out = torch.zeros(7, 5, dtype=torch.int32)

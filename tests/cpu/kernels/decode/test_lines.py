@@ -120,8 +120,8 @@ def test_a_decode_visits_each_key_tile_that_is_seen_once_and_leading_ones_first(
             "len_q": Scalar(len_q),
             "len_k": Scalar(len_k),
             "off": Scalar(mask.offset(len_q, len_k)),
-            "mask": call.parameters["mask"],
-            "tile": call.parameters["tile"],
+            "mask": call.parameters["params"].mask,
+            "tile": call.parameters["params"].tile,
             "MOST": MOST,
         }
         blocks, firsts = (torch.full((2 * MOST,), -1, dtype=torch.int32) for _ in range(2))
@@ -140,10 +140,10 @@ def test_a_decode_visits_each_key_tile_that_is_seen_once_and_leading_ones_first(
 
 
 @triton.jit
-def share(out, sequences, shape, mask, work, tile):
+def share(out, seqs, shape, mask, work, tile):
     pid, programs = tl.program_id(0), tl.num_programs(0)
     looks = tl.arange(0, work.LOOKS)
-    params = SplitKVParams(sequences, shape, mask, work, tile)
+    params = SplitKVParams(seqs, shape, mask, work, tile)
     found, empty = share_of(pid, programs, tl.arange(0, 1), looks, params)
     tl.store(out + 6 * pid, found.x)
     tl.store(out + 6 * pid + 1, found.end)
@@ -160,8 +160,8 @@ def share(out, sequences, shape, mask, work, tile):
 def test_shares_follow_each_other_on_a_line_of_what_sequences_visit(mask, lengths, num_splits):
     len_q, programs = 4, 7
     call = call_of(problem_of(mask, len_q, len(lengths), num_splits), overhead=len(lengths) % 3)
-    names = ("sequences", "shape", "mask", "work", "tile")
-    parameters = {name: call.parameters[name] for name in names}
+    names = ("seqs", "shape", "mask", "work", "tile")
+    parameters = {name: getattr(call.parameters["params"], name) for name in names}
     work = parameters["work"]
     merge = work.merge._replace(partial_out=None, partial_sums=None, counts=None)
     parameters["work"] = work._replace(merge=merge)
@@ -228,7 +228,7 @@ def test_pieces_of_all_shares_are_every_visit_of_a_unit_once(visits, overhead, s
     """Wherever a share ends, within what a unit costs beside its keys too; each part leaves its
     results where the one that merges looks for them."""
     call = call_of(problem_of(MaskSpec(), 1, 2, num_splits), overhead)
-    work = without_arrays(call.parameters["work"])
+    work = without_arrays(call.parameters["params"].work)
     per_part = [-(-v // num_splits) if num_splits else v for v in visits]
     parts = [-(-v // n) for v, n in zip(visits, per_part, strict=True)]
     lengths = [v + work.OVERHEAD * p for v, p in zip(visits, parts, strict=True)]
@@ -287,7 +287,7 @@ def test_each_row_of_storage_is_one_pieces_to_append(mask):
         numbers["off"] = mask.offset(len_q, len_k)
         parameters = {"out": Pointer("out", "int32")}
         parameters |= {name: Scalar(number) for name, number in numbers.items()}
-        parameters |= {name: call.parameters[name] for name in ("mask", "tile")}
+        parameters |= {name: getattr(call.parameters["params"], name) for name in ("mask", "tile")}
         out = torch.full((MOST, 2), -1, dtype=torch.int32)
         run_call(KernelCall(KernelRef(__name__, "own_rows"), (1, 1, 1), parameters), {"out": out})
         rows = [row for low, high in out.tolist() for row in range(low, high) if low >= 0]

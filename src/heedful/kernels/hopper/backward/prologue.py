@@ -15,7 +15,7 @@ from heedful.kernels.args.hopper_backward import (
     HopperBackwardSizes,
 )
 from heedful.kernels.args.kinds import RowVector
-from heedful.kernels.args.shared import Mask, ScoreMods, Sequences, Shape, Tile
+from heedful.kernels.args.shared import PortableParams
 from heedful.kernels.common.rows import load_rows, row_base, wide
 from heedful.kernels.common.scores import head_mods
 from heedful.kernels.common.sequences import Place, Seqlens, place_of, sequence
@@ -36,26 +36,17 @@ def accum_begin(b, cu_seqlens, seqlen, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def tell_far_rows(
-    lse: RowVector,
-    far: FarRowsIO,
-    row0,
-    place,
-    mask: Mask,
-    mods: ScoreMods,
-    tile: Tile,
-    P_SCALE_LOG2: tl.constexpr,
-):
+def tell_far_rows(lse: RowVector, far: FarRowsIO, row0, place, params, P_SCALE_LOG2: tl.constexpr):
     """Recomputes those rows of a tile that are far from 0, and stores their numbers."""
     # ptxas: values that cross the branch to here would take registers, so all inputs are loaded
     # again.
-    rows_M = row0 + tl.arange(0, tile.BLOCK_M)
+    rows_M = row0 + tl.arange(0, params.tile.BLOCK_M)
     places_M = place.b * lse.stride_b + place.h * lse.stride_h + place.seq.token_q + rows_M
     lse_M = tl.load(lse.ptr + places_M, mask=rows_M < place.seq.len_q, other=float("-inf"))
     less_M = lse_log2(lse_M, P_SCALE_LOG2)
     far_M = is_far(less_M)
-    head = head_mods(mods.scale, place.b, place.h, mods, mask)
-    m_M, l_M = row_statistics(far.q, far.k, row0, place, head, mask, mods, tile)
+    head = head_mods(params.mods.scale, place.b, place.h, params)
+    m_M, l_M = row_statistics(far.q, far.k, row0, place, head, params)
     less_M, scale_M = far_rows(less_M, m_M, l_M, P_SCALE_LOG2)
     tl.store(far.lse_log2 + places_M, less_M, mask=far_M)
     tl.store(far.dout_scale + places_M, scale_M, mask=far_M)
@@ -68,12 +59,8 @@ def tell_far_rows(
 def backward_prologue(
     io: BackwardPrologueIO,
     far: FarRowsIO,
-    seqs: Sequences,
-    shape: Shape,
-    mask: Mask,
-    mods: ScoreMods,
+    params: PortableParams,
     sizes: HopperBackwardSizes,
-    tile: Tile,
     q_blocks,
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
@@ -84,7 +71,7 @@ def backward_prologue(
     rows.
 
     The grid has one program for BLOCK_M rows of a query head, q_blocks of the longest sequence. D:
-    columns of dq_accum. tile: the tile of far rows.
+    columns of dq_accum. params.tile: the tile of far rows.
     """
     # Meanwhile the next kernel starts its set-up, then waits.
     cuda.gdc_launch_dependents()
@@ -97,14 +84,15 @@ def backward_prologue(
     heads = sizes.heads_k * sizes.group
     h = wide(pid // q_blocks % heads)
     b = wide(pid // q_blocks // heads)
-    token, len_q, stored_q = sequence(b, seqs.cu_q, seqs.used_q, None, seqs.seqlen_q)
+    cu_q, seqlen_q = params.seqs.cu_q, params.seqs.seqlen_q
+    token, len_q, stored_q = sequence(b, cu_q, params.seqs.used_q, None, seqlen_q)
     if row0 >= stored_q:
         return
     rows_M = row0 + tl.arange(0, BLOCK_M)
     places_M = b * io.lse.stride_b + h * io.lse.stride_h + token + rows_M
     # ptxas: this load is issued before any store, since the compiler keeps later loads after it.
     lse_M = tl.load(io.lse.ptr + places_M, mask=rows_M < len_q, other=float("-inf"))
-    accum_row = h * sizes.accum_rows + accum_begin(b, seqs.cu_q, seqs.seqlen_q, BLOCK_M) + row0
+    accum_row = h * sizes.accum_rows + accum_begin(b, cu_q, seqlen_q, BLOCK_M) + row0
     sums = io.dq_accum + accum_row * D
     PART: tl.constexpr = D if D & (D - 1) == 0 else D // 3
     for part in tl.static_range(D // PART):
@@ -138,6 +126,8 @@ def backward_prologue(
         tl.store(far.reference + places_M, lse_M, mask=near_M)
         tl.store(far.factor + places_M, tl.full([BLOCK_M], 1.0, tl.float32), mask=near_M)
     if tl.max(far_M.to(tl.int32), 0) != 0:
-        whole = place_of(b, h, h // sizes.group, seqs, shape, mask, mods.bias.ptr is not None)
-        for row in range(row0, row0 + BLOCK_M, tile.BLOCK_M):
-            tell_far_rows(io.lse, far, row, whole, mask, mods, tile, P_SCALE_LOG2)
+        HAS_BIAS: tl.constexpr = params.mods.bias.ptr is not None
+        g = h // sizes.group
+        whole = place_of(b, h, g, params.seqs, params.shape, params.mask, HAS_BIAS)
+        for row in range(row0, row0 + BLOCK_M, params.tile.BLOCK_M):
+            tell_far_rows(io.lse, far, row, whole, params, P_SCALE_LOG2)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.args.portable import KeyGradientsIO
-from heedful.kernels.args.shared import Dropout, Mask, ScoreMods, Sequences, Shape, Tile, TileOrder
+from heedful.kernels.args.shared import PortableParams
 from heedful.kernels.common.rows import load_rows, row_base, store_rows
 from heedful.kernels.common.scores import head_mods, plus_product, probabilities, product_of_rows
 from heedful.kernels.common.sequences import place_of
@@ -35,47 +35,42 @@ def visited_rows(index, tiles, IS_MASKED: tl.constexpr):
 
 
 @triton.jit
-def key_gradients(
-    io: KeyGradientsIO,
-    sequences: Sequences,
-    shape: Shape,
-    mask: Mask,
-    mods: ScoreMods,
-    dropout: Dropout,
-    order: TileOrder,
-    tile: Tile,
-    IS_GQA: tl.constexpr,
-):
+def key_gradients(io: KeyGradientsIO, params: PortableParams, IS_GQA: tl.constexpr):
     """Stores dk (B, N, G, D) and dv (B, N, G, E). Rows past the used length become zero. IS_GQA:
     several query heads share a KV head."""
-    HAS_BIAS: tl.constexpr = mods.bias.ptr is not None
+    HAS_BIAS: tl.constexpr = params.mods.bias.ptr is not None
     DTYPE: tl.constexpr = io.q.ptr.dtype.element_ty
     IS_EXACT: tl.constexpr = tl.float32 == DTYPE
-    D: tl.constexpr = tile.HEAD_DIM
-    E: tl.constexpr = tile.HEAD_DIM_V
-    M: tl.constexpr = tile.BLOCK_M
-    N: tl.constexpr = tile.BLOCK_N
-    block, bg = head_of(tl.program_id(0), order, shape.batch * shape.heads_k, False)
-    bk, gk = bg // shape.heads_k, bg % shape.heads_k
-    place = place_of(bk, gk, gk, sequences, shape, mask, HAS_BIAS)
+    PRECISION: tl.constexpr = params.tile.PRECISION
+    D: tl.constexpr = params.tile.HEAD_DIM
+    E: tl.constexpr = params.tile.HEAD_DIM_V
+    M: tl.constexpr = params.tile.BLOCK_M
+    N: tl.constexpr = params.tile.BLOCK_N
+    BLOCK_D: tl.constexpr = params.tile.BLOCK_D
+    BLOCK_E: tl.constexpr = params.tile.BLOCK_E
+    heads_k = params.shape.heads_k
+    block, bg = head_of(tl.program_id(0), params.order, params.shape.batch * heads_k, False)
+    bk, gk = bg // heads_k, bg % heads_k
+    place = place_of(bk, gk, gk, params.seqs, params.shape, params.mask, HAS_BIAS)
     col0 = block * N
     if col0 >= place.seq.stored_k:
         return
-    tiles = query_tiles(col0, place, mask, tile)
-    b, g, len_q, len_k = place.b, place.g, place.seq.len_q, place.seq.len_k
-    group = shape.heads_q // shape.heads_k
+    tiles = query_tiles(col0, place, params.mask, params.tile)
+    b, g, token_k = place.b, place.g, place.seq.token_k
+    len_q, len_k = place.seq.len_q, place.seq.len_k
+    group = params.shape.heads_q // heads_k
     q = row_base(io.q, b, 0, place.seq.token_q)
     dout = row_base(io.dout, b, 0, place.seq.token_q)
     rows_lse = b * io.lse.stride_b + place.seq.token_q
-    k = row_base(io.k, b, g, place.seq.token_k)
-    v = row_base(io.v, b, g, place.seq.token_k)
-    k_ND = load_rows(k, io.k.stride_n, col0, len_k, D, N, tile.BLOCK_D, True)
-    v_NE = load_rows(v, io.v.stride_n, col0, len_k, E, N, tile.BLOCK_E, True)
+    k = row_base(io.k, b, g, token_k)
+    v = row_base(io.v, b, g, token_k)
+    k_ND = load_rows(k, io.k.stride_n, col0, len_k, D, N, BLOCK_D, True)
+    v_NE = load_rows(v, io.v.stride_n, col0, len_k, E, N, BLOCK_E, True)
     cols_N = col0 + tl.arange(0, N)
-    words = dropout_words(dropout)
+    words = dropout_words(params.dropout)
 
-    dk_ND = tl.zeros([N, tile.BLOCK_D], tl.float32)
-    dv_NE = tl.zeros([N, tile.BLOCK_E], tl.float32)
+    dk_ND = tl.zeros([N, BLOCK_D], tl.float32)
+    dv_NE = tl.zeros([N, BLOCK_E], tl.float32)
     for masked in tl.static_range(2):
         count = tiles.full_end - tiles.full_begin
         if masked == 1:
@@ -90,22 +85,22 @@ def key_gradients(
             row0 = visited_rows(index, tiles, masked == 1) * M
             rows_M = row0 + tl.arange(0, M)
             q_h = q + h * io.q.stride_h
-            q_MD = load_rows(q_h, io.q.stride_n, row0, len_q, D, M, tile.BLOCK_D, masked == 1)
+            q_MD = load_rows(q_h, io.q.stride_n, row0, len_q, D, M, BLOCK_D, masked == 1)
             places_M = rows_lse + h * io.lse.stride_h + rows_M
             exists_M = rows_M < len_q
             if masked == 1:
                 lse_M = tl.load(io.reference + places_M, mask=exists_M, other=float("inf"))
             else:
                 lse_M = tl.load(io.reference + places_M)
-            head = head_mods(mods.scale, b, h, mods, mask)
+            head = head_mods(params.mods.scale, b, h, params)
             # S^T = K Q^T
             p_NM, slope_of_cap = probabilities(
-                q_MD, k_ND, lse_M, row0, col0, place, head, mask, mods, tile, masked == 1, True
+                q_MD, k_ND, lse_M, row0, col0, place, head, params, masked == 1, True
             )
             do_h = dout + h * io.dout.stride_h
-            do_ME = load_rows(do_h, io.dout.stride_n, row0, len_q, E, M, tile.BLOCK_E, masked == 1)
+            do_ME = load_rows(do_h, io.dout.stride_n, row0, len_q, E, M, BLOCK_E, masked == 1)
             # dP^T = V dO^T
-            dp_NM = product_of_rows(v_NE, do_ME, tile.PRECISION, IS_EXACT)
+            dp_NM = product_of_rows(v_NE, do_ME, PRECISION, IS_EXACT)
             # ptxas: the factor is loaded here, where registers are free.
             if masked == 1:
                 factor_M = tl.load(io.factor + places_M, mask=exists_M, other=1.0)
@@ -113,24 +108,24 @@ def key_gradients(
                 factor_M = tl.load(io.factor + places_M)
             p_NM = p_NM * factor_M[None, :]
             kept_NM = p_NM
-            if dropout.IS_ON:
-                keep_NM = tl.trans(keep_tile(words, b, h, row0, col0, dropout, M, N))
+            if params.dropout.IS_ON:
+                keep_NM = tl.trans(keep_tile(words, b, h, row0, col0, params.dropout, M, N))
                 kept_NM = tl.where(keep_NM, p_NM, 0.0)
-                dp_NM = tl.where(keep_NM, dp_NM * dropout.inverse_keep, 0.0)
+                dp_NM = tl.where(keep_NM, dp_NM * params.dropout.inverse_keep, 0.0)
             # dV += P^T dO
-            dv_NE = plus_product(dv_NE, kept_NM.to(DTYPE), do_ME, tile.PRECISION, IS_EXACT)
+            dv_NE = plus_product(dv_NE, kept_NM.to(DTYPE), do_ME, PRECISION, IS_EXACT)
             if masked == 1:
                 delta_M = tl.load(io.delta + places_M, mask=exists_M, other=0.0)
             else:
                 delta_M = tl.load(io.delta + places_M)
             ds_NM = p_NM * (dp_NM - delta_M[None, :]) * slope_of_cap
             # dK += dS^T Q
-            dk_ND = plus_product(dk_ND, ds_NM.to(DTYPE), q_MD, tile.PRECISION, IS_EXACT)
+            dk_ND = plus_product(dk_ND, ds_NM.to(DTYPE), q_MD, PRECISION, IS_EXACT)
 
     used_N = (cols_N < len_k)[:, None]
-    dk_ND = tl.where(used_N, dk_ND * mods.scale, 0.0)
-    dv_NE = tl.where(used_N, dv_NE * dropout.inverse_keep, 0.0)
-    dk = row_base(io.dk, b, g, place.seq.token_k)
-    dv = row_base(io.dv, b, g, place.seq.token_k)
+    dk_ND = tl.where(used_N, dk_ND * params.mods.scale, 0.0)
+    dv_NE = tl.where(used_N, dv_NE * params.dropout.inverse_keep, 0.0)
+    dk = row_base(io.dk, b, g, token_k)
+    dv = row_base(io.dv, b, g, token_k)
     store_rows(dk, dk_ND, io.dk.stride_n, col0, place.seq.stored_k, D)
     store_rows(dv, dv_NE, io.dv.stride_n, col0, place.seq.stored_k, E)

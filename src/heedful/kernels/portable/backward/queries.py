@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.args.portable import QueryGradientsIO
-from heedful.kernels.args.shared import Dropout, Mask, ScoreMods, Sequences, Shape, Tile, TileOrder
-from heedful.kernels.common.rows import load_rows, row_base, store_rows
+from heedful.kernels.args.shared import PortableParams
+from heedful.kernels.common.rows import load_head_rows, load_rows, row_base, store_rows
 from heedful.kernels.common.scores import (
     head_mods,
     lse_to_subtract,
@@ -29,92 +29,76 @@ from heedful.kernels.portable.shared.order import head_of
 
 
 @triton.jit
-def query_gradients(
-    io: QueryGradientsIO,
-    sequences: Sequences,
-    shape: Shape,
-    mask: Mask,
-    mods: ScoreMods,
-    dropout: Dropout,
-    order: TileOrder,
-    tile: Tile,
-):
+def query_gradients(io: QueryGradientsIO, params: PortableParams):
     """Stores dq (B, M, H, D), whose rows past the used length become zero. Also stores delta,
     reference and factor (B, H, M) of the rows within it, in the layout of lse. mods: with the sink,
     which is one of a row's scores."""
-    HAS_BIAS: tl.constexpr = mods.bias.ptr is not None
+    HAS_BIAS: tl.constexpr = params.mods.bias.ptr is not None
     DTYPE: tl.constexpr = io.q.ptr.dtype.element_ty
     IS_EXACT: tl.constexpr = tl.float32 == DTYPE
-    D: tl.constexpr = tile.HEAD_DIM
-    E: tl.constexpr = tile.HEAD_DIM_V
-    M: tl.constexpr = tile.BLOCK_M
-    N: tl.constexpr = tile.BLOCK_N
-    heads = shape.batch * shape.heads_q
-    block, bh = head_of(tl.program_id(0), order, heads, mask.HAS_RIGHT)
-    place = place_of_queries(bh, sequences, shape, mask, HAS_BIAS)
+    IS_ADJUSTED: tl.constexpr = params.mods.IS_ADJUSTED
+    PRECISION: tl.constexpr = params.tile.PRECISION
+    D: tl.constexpr = params.tile.HEAD_DIM
+    E: tl.constexpr = params.tile.HEAD_DIM_V
+    M: tl.constexpr = params.tile.BLOCK_M
+    N: tl.constexpr = params.tile.BLOCK_N
+    BLOCK_D: tl.constexpr = params.tile.BLOCK_D
+    BLOCK_E: tl.constexpr = params.tile.BLOCK_E
+    heads = params.shape.batch * params.shape.heads_q
+    block, bh = head_of(tl.program_id(0), params.order, heads, params.mask.HAS_RIGHT)
+    place = place_of_queries(bh, params.seqs, params.shape, params.mask, HAS_BIAS)
     row0 = block * M
     if row0 >= place.seq.stored_q:
         return
-    tiles = key_tiles(row0, place, mask, tile)
-    b, h, len_q, len_k = place.b, place.h, place.seq.len_q, place.seq.len_k
-    q = row_base(io.q, b, h, place.seq.token_q)
-    dout = row_base(io.dout, b, h, place.seq.token_q)
+    tiles = key_tiles(row0, place, params.mask, params.tile)
+    b, h, token_q = place.b, place.h, place.seq.token_q
+    len_q, len_k = place.seq.len_q, place.seq.len_k
+    q = row_base(io.q, b, h, token_q)
+    dout = row_base(io.dout, b, h, token_q)
     k = row_base(io.k, b, place.g, place.seq.token_k)
     v = row_base(io.v, b, place.g, place.seq.token_k)
-    q_MD = load_rows(q, io.q.stride_n, row0, len_q, D, M, tile.BLOCK_D, True)
-    do_ME = load_rows(dout, io.dout.stride_n, row0, len_q, E, M, tile.BLOCK_E, True)
+    q_MD = load_rows(q, io.q.stride_n, row0, len_q, D, M, BLOCK_D, True)
+    do_ME = load_rows(dout, io.dout.stride_n, row0, len_q, E, M, BLOCK_E, True)
     rows_M = row0 + tl.arange(0, M)
     exists_M = rows_M < len_q
-    places_M = b * io.lse.stride_b + h * io.lse.stride_h + place.seq.token_q + rows_M
-    out = row_base(io.out, b, h, place.seq.token_q)
-    o_ME = load_rows(out, io.out.stride_n, row0, len_q, E, M, tile.BLOCK_E, True)
+    places_M = b * io.lse.stride_b + h * io.lse.stride_h + token_q + rows_M
+    o_ME = load_head_rows(io.out, b, h, token_q, row0, len_q, E, M, BLOCK_E)
     lse_M = tl.load(io.lse.ptr + places_M, mask=exists_M, other=float("-inf"))
     delta_M = row_deltas(o_ME, do_ME, lse_M, io.dlse, place, rows_M, exists_M)
     tl.store(io.delta + places_M, delta_M, mask=exists_M)
-    head = head_mods(mods.scale, b, h, mods, mask)
-    words = dropout_words(dropout)
-    lse_M = lse_to_subtract(io.lse, places_M, exists_M, mods.IS_ADJUSTED, True)
+    head = head_mods(params.mods.scale, b, h, params)
+    words = dropout_words(params.dropout)
+    lse_M = lse_to_subtract(io.lse, places_M, exists_M, IS_ADJUSTED)
     factor_M = tl.full([M], 1.0, tl.float32)
     if any_far(lse_M, IS_EXACT) != 0:
-        m_M, l_M = row_statistics(io.q, io.k, row0, place, head, mask, mods, tile, mods.IS_ADJUSTED)
+        m_M, l_M = row_statistics(io.q, io.k, row0, place, head, params, IS_ADJUSTED)
         lse_M, factor_M = with_statistics(lse_M, m_M, l_M, IS_EXACT)
     tl.store(io.reference + places_M, lse_M, mask=exists_M)
     tl.store(io.factor + places_M, factor_M, mask=exists_M)
     delta_M *= factor_M
 
-    dq_MD = tl.zeros([M, tile.BLOCK_D], tl.float32)
+    dq_MD = tl.zeros([M, BLOCK_D], tl.float32)
     for masked in tl.static_range(2):
         count = masked_count(tiles) if masked == 1 else tiles.full_end - tiles.full_begin
         for visit in range(0, count):
-            col0 = visited_tile(visit, tiles, mask.HAS_LEFT, masked == 1) * N
-            k_ND = load_rows(k, io.k.stride_n, col0, len_k, D, N, tile.BLOCK_D, masked == 1)
+            col0 = visited_tile(visit, tiles, params.mask.HAS_LEFT, masked == 1) * N
+            k_ND = load_rows(k, io.k.stride_n, col0, len_k, D, N, BLOCK_D, masked == 1)
             # S = Q K^T
             p_MN, slope_of_cap = probabilities(
-                q_MD,
-                k_ND,
-                lse_M,
-                row0,
-                col0,
-                place,
-                head,
-                mask,
-                mods,
-                tile,
-                masked == 1,
-                False,
+                q_MD, k_ND, lse_M, row0, col0, place, head, params, masked == 1, False
             )
-            v_NE = load_rows(v, io.v.stride_n, col0, len_k, E, N, tile.BLOCK_E, masked == 1)
+            v_NE = load_rows(v, io.v.stride_n, col0, len_k, E, N, BLOCK_E, masked == 1)
             # dP = dO V^T
-            dp_MN = product_of_rows(do_ME, v_NE, tile.PRECISION, IS_EXACT)
-            if dropout.IS_ON:
-                keep_MN = keep_tile(words, b, h, row0, col0, dropout, M, N)
-                dp_MN = tl.where(keep_MN, dp_MN * dropout.inverse_keep, 0.0)
+            dp_MN = product_of_rows(do_ME, v_NE, PRECISION, IS_EXACT)
+            if params.dropout.IS_ON:
+                keep_MN = keep_tile(words, b, h, row0, col0, params.dropout, M, N)
+                dp_MN = tl.where(keep_MN, dp_MN * params.dropout.inverse_keep, 0.0)
             # The factor comes before the rounding to DTYPE: exponentials of rounded maxima are far
             # from 1.
             ds_MN = p_MN * (dp_MN * factor_M[:, None] - delta_M[:, None]) * slope_of_cap
             # dQ += dS K
-            dq_MD = plus_product(dq_MD, ds_MN.to(DTYPE), k_ND, tile.PRECISION, IS_EXACT)
+            dq_MD = plus_product(dq_MD, ds_MN.to(DTYPE), k_ND, PRECISION, IS_EXACT)
 
-    dq_MD = tl.where(exists_M[:, None], dq_MD * mods.scale, 0.0)
-    dq = row_base(io.dq, b, h, place.seq.token_q)
+    dq_MD = tl.where(exists_M[:, None], dq_MD * params.mods.scale, 0.0)
+    dq = row_base(io.dq, b, h, token_q)
     store_rows(dq, dq_MD, io.dq.stride_n, row0, place.seq.stored_q, D)

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from heedful.kernels.args.decode import DecodeTile
 from heedful.kernels.args.kinds import Rows
-from heedful.kernels.args.shared import Descale, ForwardIO, KVLayout
+from heedful.kernels.args.shared import Descale, ForwardIO
 from heedful.kernels.common.keys import cache_row
 from heedful.kernels.common.rows import wide
 from heedful.kernels.common.sequences import within
@@ -236,25 +235,26 @@ def holds_rows(block_m, values, stored):
 
 
 @triton.jit
-def key_rows(block, exists, place, cache: KVLayout, HOLDS: tl.constexpr, N: tl.constexpr):
+def key_rows(block, exists, place, params, HOLDS: tl.constexpr):
     """The rows of tile `block` of a sequence's keys: page or batch entry, and row in it.
 
     The row is the sum of a number and a tensor [N]. If HOLDS, and without pages, the tensor is the
     same for all tiles. A page number that does not exist is clamped to the first or the last page.
     """
+    N: tl.constexpr = params.tile.BLOCK_N
     within_N = tl.arange(0, N)
-    if cache.table is None:
+    if params.cache.table is None:
         if HOLDS:
             rows = wide(place.seq.token_k + block * N), wide(within_N)
         else:
             rows = wide(0), wide(place.seq.token_k + (block * N + within_N))
-        return KeyRows(cache_row(cache, place.b), rows, exists, place.g)
+        return KeyRows(cache_row(params.cache, place.b), rows, exists, place.g)
     else:
         rows = place.seq.token_k + (block * N + within_N)
-        table = cache.table + place.b * cache.stride_tableb
-        page = tl.load(table + rows // cache.page_size, mask=exists, other=0)
-        entry = within(page, 0, cache.entries - 1).to(tl.int64)
-        return KeyRows(entry, (wide(0), wide(rows % cache.page_size)), exists, place.g)
+        table = params.cache.table + place.b * params.cache.stride_tableb
+        page = tl.load(table + rows // params.cache.page_size, mask=exists, other=0)
+        entry = within(page, 0, params.cache.entries - 1).to(tl.int64)
+        return KeyRows(entry, (wide(0), wide(rows % params.cache.page_size)), exists, place.g)
 
 
 @triton.jit
@@ -292,29 +292,22 @@ def load_words(
 
 
 @triton.jit
-def fetch_rows(
-    x: Rows,
-    first,
-    place,
-    cache: KVLayout,
-    heads_k,
-    DIM: tl.constexpr,
-    VALUES: tl.constexpr,
-    N: tl.constexpr,
-):
-    """Prefetches N rows of all KV heads, from row `first` of a sequence on, to the L2 cache. The
-    program of each head prefetches one part, as many bytes as it reads. It does so only if heads
-    are adjacent in memory: a cache line then has rows of several heads, whose programs would read
-    it at different times."""
+def fetch_rows(x: Rows, first, place, params, DIM: tl.constexpr):
+    """Prefetches a tile of rows of all KV heads, from row `first` of a sequence on, to the L2.
+    The program of each head prefetches one part, as many bytes as it reads. It does so only if
+    heads are adjacent in memory: a cache line then has rows of several heads, whose programs would
+    read it at different times."""
+    VALUES: tl.constexpr = params.tile.VALUES
     BITS: tl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth
     ROW: tl.constexpr = DIM // VALUES  # words
-    PIECES: tl.constexpr = N * ROW // FETCHED
+    PIECES: tl.constexpr = params.tile.BLOCK_N * ROW // FETCHED
     stride_n = in_words(x.stride_n, BITS)
-    pieces = tl.maximum(heads_k * ROW // FETCHED, 1)
+    pieces = tl.maximum(params.shape.heads_k * ROW // FETCHED, 1)
     piece = place.g * PIECES + tl.arange(0, PIECES)
     row = piece // pieces
     at = row * stride_n.to(tl.int32) + piece % pieces * FETCHED
-    base = word_pointer(x.ptr, VALUES) + cache_row(cache, place.b) * in_words(x.stride_b, BITS)
+    entry = cache_row(params.cache, place.b)
+    base = word_pointer(x.ptr, VALUES) + entry * in_words(x.stride_b, BITS)
     base += wide(place.seq.token_k + first) * stride_n
     ok = (first + row < place.seq.len_k) & (in_words(x.stride_h, BITS) == ROW)
     tl.inline_asm_elementwise(
@@ -328,12 +321,12 @@ def fetch_rows(
 
 
 @triton.jit
-def fetch_tile(io: ForwardIO, block, place, cache: KVLayout, heads_k, tile: DecodeTile):
+def fetch_tile(io: ForwardIO, block, place, params):
     """Prefetches a tile of keys and of values to the L2 cache, by `fetch_rows`."""
-    N: tl.constexpr = tile.BLOCK_N
-    fetch_rows(io.k, block * N, place, cache, heads_k, tile.HEAD_DIM, tile.VALUES, N)
-    if not tile.V_IN_K:
-        fetch_rows(io.v, block * N, place, cache, heads_k, tile.HEAD_DIM_V, tile.VALUES, N)
+    first = block * params.tile.BLOCK_N
+    fetch_rows(io.k, first, place, params, params.tile.HEAD_DIM)
+    if not params.tile.V_IN_K:
+        fetch_rows(io.v, first, place, params, params.tile.HEAD_DIM_V)
 
 
 @triton.jit
@@ -358,17 +351,12 @@ def group_values(x, descale: Descale, keys, index):
 
 @triton.jit
 def of_each_value(
-    x,
-    descale: Descale,
-    keys,
-    i: tl.constexpr,
-    KV_GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    VALUES: tl.constexpr,
+    x, descale: Descale, keys, i: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, params
 ):
     """The elements of descale array `x` for value i of each word of rows, [N, BLOCK]."""
     x, at = descale_rows(x + keys.g * descale.stride_h, descale, keys)
+    KV_GROUP: tl.constexpr = params.descales.KV_GROUP
+    VALUES: tl.constexpr = params.tile.VALUES
     WORDS: tl.constexpr = KV_GROUP // VALUES
     # All words of a group have one scale, which is loaded once.
     SPREADS: tl.constexpr = KV_GROUP % VALUES == 0 and BLOCK % max(WORDS, 1) == 0
@@ -387,22 +375,14 @@ def of_each_value(
 
 @triton.jit
 def dequantized(
-    values,
-    descale: Descale,
-    keys,
-    i: tl.constexpr,
-    KV_GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUES: tl.constexpr,
-    UNIT: tl.constexpr,
+    values, descale: Descale, keys, i: tl.constexpr, DIM: tl.constexpr, UNIT: tl.constexpr, params
 ):
     """Value i of each word, times its scale and plus its shift; the result is still to be
     multiplied by UNIT."""
     BLOCK: tl.constexpr = values.shape[1]
-    found = values.to(tl.float32) * of_each_value(
-        descale.ptr, descale, keys, i, KV_GROUP, DIM, BLOCK, VALUES
-    )
+    scale = of_each_value(descale.ptr, descale, keys, i, DIM, BLOCK, params)
+    found = values.to(tl.float32) * scale
     if descale.shift is not None:
-        shift = of_each_value(descale.shift, descale, keys, i, KV_GROUP, DIM, BLOCK, VALUES)
+        shift = of_each_value(descale.shift, descale, keys, i, DIM, BLOCK, params)
         found += shift / UNIT
     return found.to(values.dtype)

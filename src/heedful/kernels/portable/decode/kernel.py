@@ -14,16 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from heedful.kernels.args.decode import DecodeAppend, DecodeTile, DecodeWork
-from heedful.kernels.args.shared import (
-    Descales,
-    ForwardIO,
-    KVLayout,
-    Mask,
-    ScoreMods,
-    Sequences,
-    Shape,
-)
+from heedful.kernels.args.decode import DecodeParams
+from heedful.kernels.args.shared import ForwardIO
 from heedful.kernels.common.constants import LN2, LOG2E
 from heedful.kernels.common.gaps import clear_gaps
 from heedful.kernels.common.rows import wide
@@ -46,13 +38,7 @@ from heedful.kernels.portable.decode.cache import (
 from heedful.kernels.portable.decode.queries import head_of, load_query_parts
 from heedful.kernels.portable.decode.results import columns_of_rows, finish_segment, store_empty
 from heedful.kernels.split_kv.walk import Share, line_of, segment_at, share_of, with_span
-from heedful.kernels.split_kv.work import (
-    SplitKVParams,
-    block_of,
-    sequence_length,
-    tile_at,
-    visit_of,
-)
+from heedful.kernels.split_kv.work import block_of, sequence_length, tile_at, visit_of
 
 
 @triton.constexpr_function
@@ -61,6 +47,12 @@ def keys_lead(block_m):
     at least 16 rows but only 8 columns, so few query rows waste less as columns. Outputs then have
     their columns first."""
     return block_m < 16
+
+
+@triton.constexpr_function
+def is_by_slice(kv_group, slices, dim):
+    """Whether each slice of a row has one scale, which is then applied to its product."""
+    return kv_group > 0 and kv_group * slices == dim
 
 
 @triton.jit
@@ -73,66 +65,45 @@ def scores_of(q_MW, k_NW, s_MN, KEYS_LEAD: tl.constexpr):
 
 
 @triton.jit
-def raw_scores(
-    q,
-    shared,
-    sums,
-    io: ForwardIO,
-    descales: Descales,
-    keys,
-    tile,
-):
+def raw_scores(q, shared, sums, io: ForwardIO, keys, params):
     """q k^T of a tile of keys. shared: words of the tile that are values too, or None. sums: the
     sum of each slice of the queries, which shifts multiply; empty without shifts."""
-    BY_SLICE: tl.constexpr = descales.KV_GROUP > 0 and (
-        descales.KV_GROUP * tile.SLICES_D == tile.HEAD_DIM
-    )
+    D: tl.constexpr = params.tile.HEAD_DIM
+    BLOCK_D: tl.constexpr = params.tile.BLOCK_D
+    VALUES: tl.constexpr = params.tile.VALUES
+    CONVERSION: tl.constexpr = params.tile.CONVERSION
+    KV_GROUP: tl.constexpr = params.descales.KV_GROUP
+    BY_SLICE: tl.constexpr = is_by_slice(KV_GROUP, params.tile.SLICES_D, D)
     STORED: tl.constexpr = io.k.ptr.dtype.element_ty
     DTYPE: tl.constexpr = q[0].dtype
-    UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
-    KEYS_LEAD: tl.constexpr = keys_lead(tile.BLOCK_M)
-    s_MN = tl.zeros([tile.BLOCK_M, tile.BLOCK_N], tl.float32)
-    for s in tl.static_range(tile.SLICES_D):
+    UNIT: tl.constexpr = unit_of(VALUES, STORED, DTYPE, CONVERSION)
+    KEYS_LEAD: tl.constexpr = keys_lead(params.tile.BLOCK_M)
+    s_MN = tl.zeros([params.tile.BLOCK_M, params.tile.BLOCK_N], tl.float32)
+    for s in tl.static_range(params.tile.SLICES_D):
         words = shared
         if shared is None:
-            words = load_words(
-                io.k,
-                keys,
-                s * tile.BLOCK_D,
-                tile.HEAD_DIM,
-                tile.BLOCK_D,
-                tile.VALUES,
-            )
-        part_MN = tl.zeros([tile.BLOCK_M, tile.BLOCK_N], tl.float32)
-        for i in tl.static_range(tile.VALUES):
-            k_NW = value_of_words(words, tile.VALUES, STORED, DTYPE, tile.CONVERSION, i)
-            if descales.KV_GROUP > 0 and not BY_SLICE:
-                k_NW = dequantized(
-                    k_NW,
-                    descales.k,
-                    keys,
-                    i,
-                    descales.KV_GROUP,
-                    tile.HEAD_DIM,
-                    tile.VALUES,
-                    UNIT,
-                )
-            part_MN = scores_of(q[s * tile.VALUES + i], k_NW, part_MN, KEYS_LEAD)
+            words = load_words(io.k, keys, s * BLOCK_D, D, BLOCK_D, VALUES)
+        part_MN = tl.zeros([params.tile.BLOCK_M, params.tile.BLOCK_N], tl.float32)
+        for i in tl.static_range(VALUES):
+            k_NW = value_of_words(words, VALUES, STORED, DTYPE, CONVERSION, i)
+            if KV_GROUP > 0 and not BY_SLICE:
+                k_NW = dequantized(k_NW, params.descales.k, keys, i, D, UNIT, params)
+            part_MN = scores_of(q[s * VALUES + i], k_NW, part_MN, KEYS_LEAD)
         if BY_SLICE:
-            scale_N = group_values(descales.k.ptr, descales.k, keys, s)
+            scale_N = group_values(params.descales.k.ptr, params.descales.k, keys, s)
             part_MN *= scale_N[None, :]
-            if descales.k.shift is not None:
-                shift_N = group_values(descales.k.shift, descales.k, keys, s)
+            if params.descales.k.shift is not None:
+                shift_N = group_values(params.descales.k.shift, params.descales.k, keys, s)
                 part_MN += sums[s][:, None] * shift_N[None, :]
             s_MN += part_MN
         else:
             s_MN = part_MN
-    REST: tl.constexpr = rest_words(tile.V_IN_K, tile.HEAD_DIM, tile.HEAD_DIM_V, tile.VALUES)
+    REST: tl.constexpr = rest_words(params.tile.V_IN_K, D, params.tile.HEAD_DIM_V, VALUES)
     if REST > 0:
-        words = load_words(io.k, keys, tile.BLOCK_D, tile.HEAD_DIM, REST, tile.VALUES)
-        for i in tl.static_range(tile.VALUES):
-            k_NW = value_of_words(words, tile.VALUES, STORED, DTYPE, tile.CONVERSION, i)
-            s_MN = scores_of(q[tile.VALUES + i], k_NW, s_MN, KEYS_LEAD)
+        words = load_words(io.k, keys, BLOCK_D, D, REST, VALUES)
+        for i in tl.static_range(VALUES):
+            k_NW = value_of_words(words, VALUES, STORED, DTYPE, CONVERSION, i)
+            s_MN = scores_of(q[VALUES + i], k_NW, s_MN, KEYS_LEAD)
     return s_MN
 
 
@@ -145,9 +116,8 @@ def add_values(
     alpha_M,
     scale_N,
     io: ForwardIO,
-    descales: Descales,
     keys,
-    tile,
+    params,
     DTYPE: tl.constexpr,
 ):
     """(acc * alpha + p v, shifted * alpha + p shift) with a tile of values.
@@ -156,52 +126,38 @@ def add_values(
     are not loaded yet. shifted: for each slice, p times the shifts [M, N], to be summed over N at
     the end.
     """
-    BY_SLICE: tl.constexpr = descales.KV_GROUP > 0 and (
-        descales.KV_GROUP * tile.SLICES_E == tile.HEAD_DIM_V
-    )
+    E: tl.constexpr = params.tile.HEAD_DIM_V
+    BLOCK_E: tl.constexpr = params.tile.BLOCK_E
+    VALUES: tl.constexpr = params.tile.VALUES
+    CONVERSION: tl.constexpr = params.tile.CONVERSION
+    KV_GROUP: tl.constexpr = params.descales.KV_GROUP
+    BY_SLICE: tl.constexpr = is_by_slice(KV_GROUP, params.tile.SLICES_E, E)
     STORED: tl.constexpr = io.v.ptr.dtype.element_ty
-    UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
-    KEYS_LEAD: tl.constexpr = keys_lead(tile.BLOCK_M)
+    UNIT: tl.constexpr = unit_of(VALUES, STORED, DTYPE, CONVERSION)
+    KEYS_LEAD: tl.constexpr = keys_lead(params.tile.BLOCK_M)
     # Words are transposed at the product if they have scales of their own, or if they are keys too.
-    ACROSS: tl.constexpr = KEYS_LEAD and shared is None and (descales.KV_GROUP == 0 or BY_SLICE)
+    ACROSS: tl.constexpr = KEYS_LEAD and shared is None and (KV_GROUP == 0 or BY_SLICE)
     more = ()
     more_shifted = ()
-    for s in tl.static_range(tile.SLICES_E):
+    for s in tl.static_range(params.tile.SLICES_E):
         words = shared
         if shared is None:
-            words = load_words(
-                io.v,
-                keys,
-                s * tile.BLOCK_E,
-                tile.HEAD_DIM_V,
-                tile.BLOCK_E,
-                tile.VALUES,
-                ACROSS,
-            )
+            words = load_words(io.v, keys, s * BLOCK_E, E, BLOCK_E, VALUES, ACROSS)
         scaled_MN = p_MN
         if BY_SLICE:
-            own_N = scale_N
+            slice_N = scale_N
             if scale_N is None:
-                own_N = group_values(descales.v.ptr, descales.v, keys, s)
-            scaled_MN = p_MN * own_N[None, :]
-            if descales.v.shift is not None:
-                shift_N = group_values(descales.v.shift, descales.v, keys, s)
+                slice_N = group_values(params.descales.v.ptr, params.descales.v, keys, s)
+            scaled_MN = p_MN * slice_N[None, :]
+            if params.descales.v.shift is not None:
+                shift_N = group_values(params.descales.v.shift, params.descales.v, keys, s)
                 total_MN = shifted[s] * alpha_M[:, None] + p_MN * shift_N[None, :]
                 more_shifted = more_shifted + (total_MN,)
-        for i in tl.static_range(tile.VALUES):
-            v_NW = value_of_words(words, tile.VALUES, STORED, DTYPE, tile.CONVERSION, i)
-            if descales.KV_GROUP > 0 and not BY_SLICE:
-                v_NW = dequantized(
-                    v_NW,
-                    descales.v,
-                    keys,
-                    i,
-                    descales.KV_GROUP,
-                    tile.HEAD_DIM_V,
-                    tile.VALUES,
-                    UNIT,
-                )
-            old = acc[s * tile.VALUES + i]
+        for i in tl.static_range(VALUES):
+            v_NW = value_of_words(words, VALUES, STORED, DTYPE, CONVERSION, i)
+            if KV_GROUP > 0 and not BY_SLICE:
+                v_NW = dequantized(v_NW, params.descales.v, keys, i, E, UNIT, params)
+            old = acc[s * VALUES + i]
             if KEYS_LEAD:
                 old *= alpha_M[None, :]
                 if not ACROSS:
@@ -260,226 +216,180 @@ def log2_size(scale_N):
 
 
 @triton.jit
-def tree_visit(span, place, tile: DecodeTile):
+def tree_visit(span, place, params):
     """The first visit of a key tile that the tree mask may cover. The mask covers the last keys."""
-    return visit_of(tl.maximum(place.seq.len_k - place.seq.len_q, 0) // tile.BLOCK_N, span)
+    block = tl.maximum(place.seq.len_k - place.seq.len_q, 0) // params.tile.BLOCK_N
+    return visit_of(block, span)
 
 
 @triton.jit
-def outputs_of(acc, shifted, UNIT: tl.constexpr, SHIFTS: tl.constexpr, tile: DecodeTile):
+def outputs_of(acc, shifted, UNIT: tl.constexpr, SHIFTS: tl.constexpr, params):
     """The outputs with rows first and, if SHIFTS, with what the shifts of values add."""
-    if keys_lead(tile.BLOCK_M):
+    VALUES: tl.constexpr = params.tile.VALUES
+    if keys_lead(params.tile.BLOCK_M):
         rows = ()
-        for n in tl.static_range(tile.SLICES_E * tile.VALUES):
+        for n in tl.static_range(params.tile.SLICES_E * VALUES):
             rows = rows + (tl.trans(acc[n]),)
         acc = rows
     if SHIFTS:
         moved = ()
-        for s in tl.static_range(tile.SLICES_E):
-            for i in tl.static_range(tile.VALUES):
+        for s in tl.static_range(params.tile.SLICES_E):
+            for i in tl.static_range(VALUES):
                 total_M = tl.sum(shifted[s], 1) / UNIT
-                moved = moved + (acc[s * tile.VALUES + i] + total_M[:, None],)
+                moved = moved + (acc[s * VALUES + i] + total_M[:, None],)
         acc = moved
     return acc
 
 
 @triton.jit
-def stream_keys(
-    q,
-    segment,
-    pos_M,
-    place,
-    head,
-    io: ForwardIO,
-    mask: Mask,
-    mods: ScoreMods,
-    cache: KVLayout,
-    descales: Descales,
-    heads_k,
-    tile: DecodeTile,
-    DTYPE: tl.constexpr,
-    FETCH_AHEAD: tl.constexpr,
-):
+def stream_keys(q, segment, pos_M, place, head, io: ForwardIO, params, DTYPE: tl.constexpr):
     """(maximum, sum, outputs) over the visits of a segment; the maximum is the reference of
     `softmax_step`."""
     span = segment.span
     start, stop = tl.minimum(segment.start, span.visits), tl.minimum(segment.stop, span.visits)
+    M: tl.constexpr = params.tile.BLOCK_M
+    N: tl.constexpr = params.tile.BLOCK_N
+    VALUES: tl.constexpr = params.tile.VALUES
+    SLICES_E: tl.constexpr = params.tile.SLICES_E
+    BLOCK_E: tl.constexpr = params.tile.BLOCK_E
+    CONVERSION: tl.constexpr = params.tile.CONVERSION
+    KV_GROUP: tl.constexpr = params.descales.KV_GROUP
+    IS_ADJUSTED: tl.constexpr = params.mods.IS_ADJUSTED
     STORED: tl.constexpr = io.k.ptr.dtype.element_ty
-    UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
+    STORED_V: tl.constexpr = io.v.ptr.dtype.element_ty
+    UNIT: tl.constexpr = unit_of(VALUES, STORED, DTYPE, CONVERSION)
+    BY_SLICE: tl.constexpr = is_by_slice(KV_GROUP, SLICES_E, params.tile.HEAD_DIM_V)
     # The scale of each row enters the reference, so that products with it are in float16's range.
     FITS_VALUES: tl.constexpr = (
-        descales.KV_GROUP > 0
-        and is_float16(tile.VALUES, io.v.ptr.dtype.element_ty, tile.CONVERSION)
-        and descales.KV_GROUP == tile.HEAD_DIM_V
-        and tile.SLICES_E == 1
+        is_float16(VALUES, STORED_V, CONVERSION) and BY_SLICE and SLICES_E == 1
     )
-    HAS_SCALES: tl.constexpr = descales.KV_GROUP > 0 and not FITS_VALUES
-    OF_VALUES: tl.constexpr = operand_type(
-        tile.VALUES, io.v.ptr.dtype.element_ty, DTYPE, tile.CONVERSION, HAS_SCALES
-    )
-    HOLDS: tl.constexpr = holds_rows(tile.BLOCK_M, tile.VALUES, STORED)
-    SHIFTS_K: tl.constexpr = descales.k.shift is not None
-    SHIFTS_V: tl.constexpr = descales.v.shift is not None and (
-        descales.KV_GROUP * tile.SLICES_E == tile.HEAD_DIM_V
-    )
-    m_M = tl.full([tile.BLOCK_M], float("-inf"), tl.float32)
+    HAS_SCALES: tl.constexpr = KV_GROUP > 0 and not FITS_VALUES
+    OF_VALUES: tl.constexpr = operand_type(VALUES, STORED_V, DTYPE, CONVERSION, HAS_SCALES)
+    HOLDS: tl.constexpr = holds_rows(M, VALUES, STORED)
+    SHIFTS_V: tl.constexpr = params.descales.v.shift is not None and BY_SLICE
+    m_M = tl.full([M], float("-inf"), tl.float32)
     # With few rows, warps divide the keys of a tile: sums over warps are taken once, at the end.
-    SUMS_LATE: tl.constexpr = tile.BLOCK_M < 64
-    l_M = tl.zeros([tile.BLOCK_M], tl.float32)
-    l_MN = tl.zeros([tile.BLOCK_M, tile.BLOCK_N if SUMS_LATE else 1], tl.float32)
+    SUMS_LATE: tl.constexpr = M < 64
+    l_M = tl.zeros([M], tl.float32)
+    l_MN = tl.zeros([M, N if SUMS_LATE else 1], tl.float32)
     acc = ()
     sums = ()
     shifted = ()
-    KEYS_LEAD: tl.constexpr = keys_lead(tile.BLOCK_M)
-    for _ in tl.static_range(tile.SLICES_E * tile.VALUES):
+    KEYS_LEAD: tl.constexpr = keys_lead(M)
+    for _ in tl.static_range(SLICES_E * VALUES):
         if KEYS_LEAD:
-            acc = acc + (tl.zeros([tile.BLOCK_E, tile.BLOCK_M], tl.float32),)
+            acc = acc + (tl.zeros([BLOCK_E, M], tl.float32),)
         else:
-            acc = acc + (tl.zeros([tile.BLOCK_M, tile.BLOCK_E], tl.float32),)
-    if SHIFTS_K:
-        for s in tl.static_range(tile.SLICES_D):
-            total_M = tl.zeros([tile.BLOCK_M], tl.float32)
-            for i in tl.static_range(tile.VALUES):
-                total_M += tl.sum(q[s * tile.VALUES + i].to(tl.float32), 1)
+            acc = acc + (tl.zeros([M, BLOCK_E], tl.float32),)
+    if params.descales.k.shift is not None:
+        for s in tl.static_range(params.tile.SLICES_D):
+            total_M = tl.zeros([M], tl.float32)
+            for i in tl.static_range(VALUES):
+                total_M += tl.sum(q[s * VALUES + i].to(tl.float32), 1)
             sums = sums + (total_M / UNIT,)
     if SHIFTS_V:
-        for _ in tl.static_range(tile.SLICES_E):
-            shifted = shifted + (tl.zeros([tile.BLOCK_M, tile.BLOCK_N], tl.float32),)
+        for _ in tl.static_range(SLICES_E):
+            shifted = shifted + (tl.zeros([M, N], tl.float32),)
     # Key tiles that the tree covers come last, so that only they look into it.
     first_tree = stop
-    if mask.tree is not None:
-        first_tree = tree_visit(span, place, tile)
-    for in_tree in tl.static_range(1 if mask.tree is None else 2):
+    if params.mask.tree is not None:
+        first_tree = tree_visit(span, place, params)
+    for in_tree in tl.static_range(1 if params.mask.tree is None else 2):
         visit_from = start
         visit_to = tl.minimum(stop, first_tree)
         if in_tree == 1:
             visit_from = tl.maximum(start, first_tree)
             visit_to = stop
         for visit in range(visit_from, visit_to):
-            block = block_of(visit, span, mask)
-            cols_N = block * tile.BLOCK_N + tl.arange(0, tile.BLOCK_N)
-            exists_N = cols_N < place.seq.len_k
-            if FETCH_AHEAD > 0:
-                fetch_tile(io, block + FETCH_AHEAD, place, cache, heads_k, tile)
-            keys = key_rows(block, exists_N, place, cache, HOLDS, tile.BLOCK_N)
+            block = block_of(visit, span, params.mask)
+            cols_N = block * N + tl.arange(0, N)
+            if params.FETCH_AHEAD > 0:
+                fetch_tile(io, block + params.FETCH_AHEAD, place, params)
+            keys = key_rows(block, cols_N < place.seq.len_k, place, params, HOLDS)
             shared = None
-            if tile.V_IN_K:
+            if params.tile.V_IN_K:
                 # Values are the first columns of a row of keys.
-                V: tl.constexpr = tile.HEAD_DIM_V
-                shared = load_words(io.k, keys, 0, V, tile.BLOCK_D, tile.VALUES)
+                E: tl.constexpr = params.tile.HEAD_DIM_V
+                shared = load_words(io.k, keys, 0, E, params.tile.BLOCK_D, VALUES)
             # S = Q K^T
-            s_MN = raw_scores(q, shared, sums, io, descales, keys, tile)
+            s_MN = raw_scores(q, shared, sums, io, keys, params)
             distance_MN = cols_N[None, :] - (pos_M + place.seq.off)[:, None]
-            if mods.IS_ADJUSTED:
-                s_MN, _gate = adjust_scores(s_MN, distance_MN, 0.0, head, mods)
-            ok_MN = in_window(cols_N[None, :], distance_MN, place, mask)
+            if IS_ADJUSTED:
+                s_MN, _gate = adjust_scores(s_MN, distance_MN, 0.0, head, params.mods)
+            ok_MN = in_window(cols_N[None, :], distance_MN, place, params.mask)
             if in_tree == 1:
-                ok_MN &= tree_visible(pos_M[:, None], cols_N[None, :], place, head, mask)
+                rows = pos_M[:, None]
+                ok_MN &= tree_visible(rows, cols_N[None, :], place, head, params.mask)
             s_MN = tl.where(ok_MN, s_MN, float("-inf"))
             scale_N = None
             size_N = None
             if FITS_VALUES:
-                scale_N = group_values(descales.v.ptr, descales.v, keys, 0)
+                scale_N = group_values(params.descales.v.ptr, params.descales.v, keys, 0)
                 size_N = log2_size(scale_N)
-            p_MN, m_M, alpha_M = softmax_step(s_MN, m_M, head.scale, size_N, mods.IS_ADJUSTED)
+            p_MN, m_M, alpha_M = softmax_step(s_MN, m_M, head.scale, size_N, IS_ADJUSTED)
             if SUMS_LATE:
                 l_MN = l_MN * alpha_M[:, None] + p_MN
             else:
                 l_M = l_M * alpha_M + tl.sum(p_MN, 1)
             # O += P V
             acc, shifted = add_values(
-                acc,
-                shared,
-                shifted,
-                p_MN,
-                alpha_M,
-                scale_N,
-                io,
-                descales,
-                keys,
-                tile,
-                OF_VALUES,
+                acc, shared, shifted, p_MN, alpha_M, scale_N, io, keys, params, OF_VALUES
             )
-    return m_M, l_M + tl.sum(l_MN, 1), outputs_of(acc, shifted, UNIT, SHIFTS_V, tile)
+    return m_M, l_M + tl.sum(l_MN, 1), outputs_of(acc, shifted, UNIT, SHIFTS_V, params)
 
 
 @triton.jit
-def decode_segment(
-    segment,
-    group,
-    io: ForwardIO,
-    mods: ScoreMods,
-    cache: KVLayout,
-    descales: Descales,
-    append: DecodeAppend,
-    params,
-    FETCH_AHEAD: tl.constexpr,
-):
+def decode_segment(segment, group, io: ForwardIO, params):
     """Computes the rows of one segment, after its new keys have gone into the cache."""
     IN: tl.constexpr = io.q.ptr.dtype.element_ty
     DTYPE: tl.constexpr = tl.bfloat16 if IN.is_fp8() else IN
     STORED: tl.constexpr = io.k.ptr.dtype.element_ty
     VALUES: tl.constexpr = params.tile.VALUES
-    UNIT: tl.constexpr = unit_of(VALUES, STORED, DTYPE, params.tile.CONVERSION)
+    CONVERSION: tl.constexpr = params.tile.CONVERSION
+    KV_GROUP: tl.constexpr = params.descales.KV_GROUP
+    UNIT: tl.constexpr = unit_of(VALUES, STORED, DTYPE, CONVERSION)
     # Scales of whole slices are applied after the products.
-    HAS_SCALES: tl.constexpr = descales.KV_GROUP > 0 and (
-        descales.KV_GROUP * params.tile.SLICES_D != params.tile.HEAD_DIM
+    HAS_SCALES: tl.constexpr = KV_GROUP > 0 and not is_by_slice(
+        KV_GROUP, params.tile.SLICES_D, params.tile.HEAD_DIM
     )
-    KEYS: tl.constexpr = operand_type(VALUES, STORED, DTYPE, params.tile.CONVERSION, HAS_SCALES)
+    KEYS: tl.constexpr = operand_type(VALUES, STORED, DTYPE, CONVERSION, HAS_SCALES)
     # The place stands for all query heads of the KV head; `h` is not used.
     place = Place(wide(segment.b), wide(0), wide(segment.g), segment.seq)
     rows_M = segment.row0 + tl.arange(0, params.tile.BLOCK_M)
     pos_M = rows_M // group
     head_M = segment.g * group + rows_M % group
     segment = with_span(segment, params)
-    if append.io.cache_seqlens is not None:
-        append_segment(segment, place, cache, append, params)
-    q, times = load_query_parts(io.q, pos_M, head_M, place, append, DTYPE, KEYS, params.tile)
-    head, factor = head_of(times * UNIT, head_M, place, params.mask, mods, descales)
-    m_M, l_M, acc = stream_keys(
-        q,
-        segment,
-        pos_M,
-        place,
-        head,
-        io,
-        params.mask,
-        mods,
-        cache,
-        descales,
-        params.shape.heads_k,
-        params.tile,
-        DTYPE,
-        FETCH_AHEAD,
-    )
-    finish_segment(
-        m_M,
-        l_M,
-        acc,
-        factor * UNIT,
-        segment,
-        group,
-        place,
-        io,
-        mods.sink,
-        params.work.merge,
-        params.tile,
-        mods.IS_ADJUSTED,
-    )
+    if params.append.io.cache_seqlens is not None:
+        append_segment(segment, place, params)
+    q, times = load_query_parts(io.q, pos_M, head_M, place, params, DTYPE, KEYS)
+    head, factor = head_of(times * UNIT, head_M, place, params)
+    m_M, l_M, acc = stream_keys(q, segment, pos_M, place, head, io, params, DTYPE)
+    finish_segment(m_M, l_M, acc, factor * UNIT, segment, group, place, io, params)
 
 
 @triton.jit
-def decode_share(
-    io: ForwardIO,
-    mods: ScoreMods,
-    cache: KVLayout,
-    descales: Descales,
-    append: DecodeAppend,
-    params,
-    FETCH_AHEAD: tl.constexpr,
-):
-    """Computes the rows of all segments of this program."""
+def decode(io: ForwardIO, params: DecodeParams):
+    """Stores out (.., M, H, E) and lse (B, H, M), after new rows have gone into the cache."""
+    if params.work.short_q is not None:
+        # The kernel of the long sequences starts on the SMs of programs that have ended.
+        cuda.gdc_launch_dependents()
     pid, programs = tl.program_id(0), tl.num_programs(0)
+    # If another kernel handles the long sequences, that kernel clears uncovered rows.
+    CLEARS: tl.constexpr = params.seqs.cu_q is not None and params.work.short_q is None
+    if CLEARS:
+        clear_gaps(
+            io.out,
+            io.lse,
+            0,
+            params.seqs.cu_q,
+            params.seqs.seqlen_q,
+            params.shape.batch,
+            params.shape.heads_q,
+            pid,
+            programs,
+            params.tile.HEAD_DIM_V,
+            columns_of_rows(params.tile.BLOCK_E, params.tile.VALUES, params.tile.SLICES_E),
+        )
     group = params.shape.heads_q // params.shape.heads_k
     line = line_of(params)
     number, shares, heads = pid // line.lines, programs // line.lines, params.shape.heads_k
@@ -487,7 +397,7 @@ def decode_share(
     share, empty = share_of(number, shares, first_B, looks_B, params)
     if params.work.SKIPS_EMPTY:  # noqa: SIM102  (known when compiling, and `and` is not)
         if empty > 0:
-            store_empty(line.g, pid // heads, programs // heads, io, mods.sink, params)
+            store_empty(line.g, pid // heads, programs // heads, io, params)
     while share.x < share.end:
         seq = seqlens_of(share.b, params.seqs, params.mask)
         visits, length = sequence_length(seq, params)
@@ -498,57 +408,6 @@ def decode_share(
             segment, x = segment_at(share, number, line, row_tile, begin, seq, visits, True, params)
             share = Share(x, share.end, share.each, share.b, share.base)
             if segment.start < segment.stop:
-                decode_segment(
-                    segment, group, io, mods, cache, descales, append, params, FETCH_AHEAD
-                )
+                decode_segment(segment, group, io, params)
         else:
             share = Share(share.x, share.end, share.each, share.b + 1, share.base + length)
-
-
-@triton.jit
-def decode(
-    io: ForwardIO,
-    sequences: Sequences,
-    shape: Shape,
-    mask: Mask,
-    mods: ScoreMods,
-    cache: KVLayout,
-    descales: Descales,
-    work: DecodeWork,
-    append: DecodeAppend,
-    tile: DecodeTile,
-    FETCH_AHEAD: tl.constexpr,
-):
-    """Stores out (.., M, H, E) and lse (B, H, M). append: new rows for the cache, or an absent
-    group. FETCH_AHEAD: how many key tiles ahead rows are prefetched to the L2 cache; 0 for no
-    prefetch."""
-    if work.short_q is not None:
-        # The kernel of the long sequences starts on the SMs of programs that have ended.
-        cuda.gdc_launch_dependents()
-    # If another kernel handles the long sequences, that kernel clears uncovered rows.
-    CLEARS: tl.constexpr = sequences.cu_q is not None and work.short_q is None
-    if CLEARS:
-        clear_gaps(
-            io.out,
-            io.lse,
-            0,
-            sequences.cu_q,
-            sequences.seqlen_q,
-            shape.batch,
-            shape.heads_q,
-            tl.program_id(0),
-            tl.num_programs(0),
-            tile.HEAD_DIM_V,
-            columns_of_rows(tile.BLOCK_E, tile.VALUES, tile.SLICES_E),
-        )
-    # A separate call: if a group is assigned to a name here, its constants become launch-time
-    # numbers.
-    decode_share(
-        io,
-        mods,
-        cache,
-        descales,
-        append,
-        SplitKVParams(sequences, shape, mask, work, tile),
-        FETCH_AHEAD,
-    )

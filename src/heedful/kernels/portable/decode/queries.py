@@ -6,9 +6,8 @@ Shapes: M rows (position, head of the KV head), D qk dim.
 import triton
 import triton.language as tl
 
-from heedful.kernels.args.decode import DecodeAppend, DecodeTile
+from heedful.kernels.args.decode import DecodeAppend
 from heedful.kernels.args.kinds import Rows
-from heedful.kernels.args.shared import Descales, Mask, ScoreMods
 from heedful.kernels.common.scores import HeadMods, descaled
 from heedful.kernels.portable.cache.rotary import rotated
 from heedful.kernels.portable.decode.cache import rest_words
@@ -48,14 +47,7 @@ def query_columns(row_M, dims, exists_M, place_M, append: DecodeAppend, DIM: tl.
 
 @triton.jit
 def load_query_parts(
-    q: Rows,
-    pos_M,
-    head_M,
-    place,
-    append: DecodeAppend,
-    DTYPE: tl.constexpr,
-    KEYS: tl.constexpr,
-    tile: DecodeTile,
+    q: Rows, pos_M, head_M, place, params, DTYPE: tl.constexpr, KEYS: tl.constexpr
 ):
     """(parts, factor for scores) of the queries of a tile.
 
@@ -63,44 +55,47 @@ def load_query_parts(
     for the columns of keys past the values that lie in them. The factor is a tensor [M, 1] if DTYPE
     differs from KEYS, the dtype of the product, else 1.
     """
+    D: tl.constexpr = params.tile.HEAD_DIM
+    BLOCK_D: tl.constexpr = params.tile.BLOCK_D
+    VALUES: tl.constexpr = params.tile.VALUES
     base = q.ptr + place.b * q.stride_b + place.seq.token_q * q.stride_n
     row_M = base + (pos_M.to(tl.int64) * q.stride_n + head_M * q.stride_h)
     exists_M = pos_M < place.seq.len_q
     place_M = pos_M
-    if append.io.cache_seqlens is not None:
-        place_M = tl.load(append.io.cache_seqlens + place.b) + append.advance * pos_M
+    if params.append.io.cache_seqlens is not None:
+        place_M = tl.load(params.append.io.cache_seqlens + place.b) + params.append.advance * pos_M
     parts = ()
-    for s in tl.static_range(tile.SLICES_D):
-        for i in tl.static_range(tile.VALUES):
-            dims = (s * tile.BLOCK_D + tl.arange(0, tile.BLOCK_D)) * tile.VALUES + i
-            part = query_columns(row_M, dims, exists_M, place_M, append, tile.HEAD_DIM)
+    for s in tl.static_range(params.tile.SLICES_D):
+        for i in tl.static_range(VALUES):
+            dims = (s * BLOCK_D + tl.arange(0, BLOCK_D)) * VALUES + i
+            part = query_columns(row_M, dims, exists_M, place_M, params.append, D)
             parts = parts + (part.to(DTYPE),)
-    REST: tl.constexpr = rest_words(tile.V_IN_K, tile.HEAD_DIM, tile.HEAD_DIM_V, tile.VALUES)
+    REST: tl.constexpr = rest_words(params.tile.V_IN_K, D, params.tile.HEAD_DIM_V, VALUES)
     if REST > 0:
-        for i in tl.static_range(tile.VALUES):
-            dims = (tile.BLOCK_D + tl.arange(0, REST)) * tile.VALUES + i
-            part = query_columns(row_M, dims, exists_M, place_M, append, tile.HEAD_DIM)
+        for i in tl.static_range(VALUES):
+            dims = (BLOCK_D + tl.arange(0, REST)) * VALUES + i
+            part = query_columns(row_M, dims, exists_M, place_M, params.append, D)
             parts = parts + (part.to(DTYPE),)
     times = 1.0
     if DTYPE != KEYS:
-        parts, times = fitted(parts, tile.BLOCK_M)
+        parts, times = fitted(parts, params.tile.BLOCK_M)
     return parts, times
 
 
 @triton.jit
-def head_of(times, head_M, place, mask: Mask, mods: ScoreMods, descales: Descales):
+def head_of(times, head_M, place, params):
     """(`HeadMods` of a tile's rows, factor of the results). times: factor for products
     with keys."""
-    scale = descaled(mods.scale, descales.q, place) * times
+    scale = descaled(params.mods.scale, params.descales.q, place) * times
     factor = 1.0
-    if descales.KV_GROUP == 0:
-        scale = descaled(scale, descales.k, place)
-        factor = descaled(factor, descales.v, place)
+    if params.descales.KV_GROUP == 0:
+        scale = descaled(scale, params.descales.k, place)
+        factor = descaled(factor, params.descales.v, place)
     slope = 0.0
     tree = 0
-    if mods.alibi is not None:
-        slopes = mods.alibi + place.b * mods.stride_alibib + head_M
+    if params.mods.alibi is not None:
+        slopes = params.mods.alibi + place.b * params.mods.stride_alibib + head_M
         slope = tl.load(slopes)[:, None]
-    if mask.tree is not None:
-        tree = mask.tree + place.b * mask.stride_treeb
+    if params.mask.tree is not None:
+        tree = params.mask.tree + place.b * params.mask.stride_treeb
     return HeadMods(scale, slope, 0, tree), factor

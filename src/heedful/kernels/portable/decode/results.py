@@ -8,7 +8,6 @@ Shapes: M rows, P segments, W words.
 import triton
 import triton.language as tl
 
-from heedful.kernels.args.decode import DecodeMerge, DecodeTile
 from heedful.kernels.args.shared import ForwardIO
 from heedful.kernels.common.constants import LOG2E
 from heedful.kernels.common.rows import wide
@@ -27,41 +26,29 @@ MERGE_ROWS = tl.constexpr(8)
 
 @triton.jit
 def store_whole(
-    m_M,
-    l_M,
-    acc,
-    factor,
-    row0,
-    group,
-    place,
-    io: ForwardIO,
-    sink,
-    ROWS: tl.constexpr,
-    tile: DecodeTile,
-    IS_NATURAL: tl.constexpr,
+    m_M, l_M, acc, factor, row0, group, place, io: ForwardIO, params, ROWS: tl.constexpr
 ):
-    """Stores out and lse of `ROWS` rows from `row0` on, with the sink. factor: of outputs.
-    IS_NATURAL: maxima are in natural units, else in base 2. Rows that are stored but not in use get
-    0 and -inf."""
+    """Stores out and lse of `ROWS` rows from `row0` on, with the sink. factor: of outputs. Rows
+    that are stored but not in use get 0 and -inf."""
+    IS_NATURAL: tl.constexpr = params.mods.IS_ADJUSTED
+    BLOCK_E: tl.constexpr = params.tile.BLOCK_E
+    VALUES: tl.constexpr = params.tile.VALUES
     rows_M = row0 + tl.arange(0, ROWS)
     pos_M = rows_M // group
     head_M = place.g * group + rows_M % group
     stored_M = pos_M < place.seq.stored_q
     used_M = pos_M < place.seq.len_q
-    m_M, l_M, old_M = with_sink(sink, head_M, m_M, l_M, IS_NATURAL)
+    m_M, l_M, old_M = with_sink(params.mods.sink, head_M, m_M, l_M, IS_NATURAL)
     inverse_M = old_M * factor / tl.where(l_M == 0.0, 1.0, l_M)
     at_M = place.b * io.out.stride_b + (place.seq.token_q + pos_M) * io.out.stride_n
     out = io.out.ptr + (at_M + head_M * io.out.stride_h)[:, None]
-    for s in tl.static_range(tile.SLICES_E):
-        for i in tl.static_range(tile.VALUES):
-            dims = (s * tile.BLOCK_E + tl.arange(0, tile.BLOCK_E)) * tile.VALUES + i
-            part = acc[s * tile.VALUES + i] * inverse_M[:, None]
+    for s in tl.static_range(params.tile.SLICES_E):
+        for i in tl.static_range(VALUES):
+            dims = (s * BLOCK_E + tl.arange(0, BLOCK_E)) * VALUES + i
+            part = acc[s * VALUES + i] * inverse_M[:, None]
             part = tl.where(used_M[:, None], part, 0.0).to(io.out.ptr.dtype.element_ty)
-            tl.store(
-                out + dims[None, :],
-                part,
-                mask=stored_M[:, None] & (dims < tile.HEAD_DIM_V)[None, :],
-            )
+            ok_MW = stored_M[:, None] & (dims < params.tile.HEAD_DIM_V)[None, :]
+            tl.store(out + dims[None, :], part, mask=ok_MW)
     if io.lse.ptr is not None:
         start = place.b * io.lse.stride_b + place.seq.token_q
         store_lse(io, start, head_M, pos_M, m_M, l_M, used_M, stored_M, IS_NATURAL)
@@ -74,7 +61,7 @@ def columns_of_rows(block, values, slices):
 
 
 @triton.jit
-def store_empty(g, number, count, io: ForwardIO, sink, params):
+def store_empty(g, number, count, io: ForwardIO, params):
     """Stores out and lse of KV head g of sequences without keys. The rows of all sequences are cut
     into tiles, which `count` programs divide among them; this is program `number`."""
     M: tl.constexpr = params.tile.BLOCK_M
@@ -85,14 +72,14 @@ def store_empty(g, number, count, io: ForwardIO, sink, params):
     dims_E = tl.arange(0, COLUMNS)
     for row0 in range(number * M, params.shape.batch * rows, count * M):
         row_M = row0 + tl.arange(0, M)
-        store_empty_rows(row_M, dims_E, g, io, sink, params)
+        store_empty_rows(row_M, dims_E, g, io, params.mods.sink, params)
 
 
 @triton.jit
-def load_partials(partial_out, row_PM, exists_P, tile: DecodeTile):
+def load_partials(partial_out, row_PM, exists_P, params):
     """The segments' results of one word of the columns, [P, M, W]."""
-    COLUMNS: tl.constexpr = tile.SLICES_E * tile.VALUES * tile.BLOCK_E
-    words = tl.arange(0, tile.BLOCK_E)
+    COLUMNS: tl.constexpr = params.tile.SLICES_E * params.tile.VALUES * params.tile.BLOCK_E
+    words = tl.arange(0, params.tile.BLOCK_E)
     return tl.load(
         partial_out + (row_PM * COLUMNS)[:, :, None] + words[None, None, :],
         mask=exists_P[:, None, None],
@@ -102,14 +89,15 @@ def load_partials(partial_out, row_PM, exists_P, tile: DecodeTile):
 
 
 @triton.jit
-def merged(
-    partials, row, M: tl.constexpr, merge: DecodeMerge, tile: DecodeTile, IS_NATURAL: tl.constexpr
-):
+def merged(partials, row, M: tl.constexpr, params):
     """(maximum, sum, outputs) of M rows from `row` on of a work tile, over all its segments in
     order."""
-    UNIT: tl.constexpr = LOG2E if IS_NATURAL else 1.0
-    WORDS: tl.constexpr = tile.SLICES_E * tile.VALUES
-    COLUMNS: tl.constexpr = WORDS * tile.BLOCK_E
+    UNIT: tl.constexpr = LOG2E if params.mods.IS_ADJUSTED else 1.0
+    PARTS: tl.constexpr = params.work.merge.PARTS
+    BLOCK_M: tl.constexpr = params.tile.BLOCK_M
+    BLOCK_E: tl.constexpr = params.tile.BLOCK_E
+    WORDS: tl.constexpr = params.tile.SLICES_E * params.tile.VALUES
+    COLUMNS: tl.constexpr = WORDS * BLOCK_E
     # With few words, values are loaded before the weights, which exchange numbers between threads.
     # With more words there are too few registers.
     AHEAD: tl.constexpr = WORDS <= 2
@@ -118,22 +106,22 @@ def merged(
     l_M = tl.zeros([M], tl.float32)
     acc = ()
     for _ in tl.static_range(WORDS):
-        acc = acc + (tl.zeros([M, tile.BLOCK_E], tl.float32),)
+        acc = acc + (tl.zeros([M, BLOCK_E], tl.float32),)
     # Segments are near each other, so that 32-bit offsets from the first one are enough.
-    first = wide(partials.rest) * tile.BLOCK_M
-    partial_sums = merge.partial_sums + 2 * first
-    partial_out = merge.partial_out + first * COLUMNS
-    for begin in tl.range(0, partials.count, merge.PARTS, num_stages=merge.STAGES):
-        turn_P = begin + tl.arange(0, merge.PARTS)
+    first = wide(partials.rest) * BLOCK_M
+    partial_sums = params.work.merge.partial_sums + 2 * first
+    partial_out = params.work.merge.partial_out + first * COLUMNS
+    for begin in tl.range(0, partials.count, PARTS, num_stages=params.work.merge.STAGES):
+        turn_P = begin + tl.arange(0, PARTS)
         exists_P = turn_P < partials.count
         slot_P = partials.step * turn_P + tl.where(turn_P == 0, partials.first - partials.rest, 0)
-        row_PM = slot_P[:, None] * tile.BLOCK_M + rows[None, :]
+        row_PM = slot_P[:, None] * BLOCK_M + rows[None, :]
         sums_PM = partial_sums + 2 * row_PM
         top_PM, sum_PM = load_sums(sums_PM, exists_P[:, None])
         loaded = ()
         if AHEAD:
             for j in tl.static_range(WORDS):
-                partial_PMW = load_partials(partial_out + j * tile.BLOCK_E, row_PM, exists_P, tile)
+                partial_PMW = load_partials(partial_out + j * BLOCK_E, row_PM, exists_P, params)
                 loaded = loaded + (partial_PMW,)
         new_M = tl.maximum(m_M, tl.max(top_PM, 0))
         base_M = finite_or_zero(new_M)
@@ -149,7 +137,7 @@ def merged(
             if AHEAD:
                 partial_PMW = loaded[j]
             else:
-                partial_PMW = load_partials(partial_out + j * tile.BLOCK_E, row_PM, exists_P, tile)
+                partial_PMW = load_partials(partial_out + j * BLOCK_E, row_PM, exists_P, params)
             total_MW = tl.sum(partial_PMW * weight_PM[:, :, None], 0)
             more = more + (acc[j] * old_M[:, None] + total_MW,)
         acc = more
@@ -157,18 +145,21 @@ def merged(
 
 
 @triton.jit
-def store_partial(m_M, l_M, acc, slot, merge: DecodeMerge, tile: DecodeTile):
+def store_partial(m_M, l_M, acc, slot, params):
     """Stores a segment's normalised results, and the maximum and sum of its rows."""
-    COLUMNS: tl.constexpr = tile.SLICES_E * tile.VALUES * tile.BLOCK_E
-    rows = tl.arange(0, tile.BLOCK_M)
-    words = tl.arange(0, tile.BLOCK_E)
-    row_M = wide(slot) * tile.BLOCK_M + rows
+    BLOCK_E: tl.constexpr = params.tile.BLOCK_E
+    WORDS: tl.constexpr = params.tile.SLICES_E * params.tile.VALUES
+    rows = tl.arange(0, params.tile.BLOCK_M)
+    words = tl.arange(0, BLOCK_E)
+    row_M = wide(slot) * params.tile.BLOCK_M + rows
     inverse_M = 1.0 / tl.where(l_M == 0.0, 1.0, l_M)
-    kept_M = rows < tile.ROWS
-    for j in tl.static_range(tile.SLICES_E * tile.VALUES):
-        at_MW = (row_M * COLUMNS + j * tile.BLOCK_E)[:, None] + words[None, :]
-        tl.store(merge.partial_out + at_MW, acc[j] * inverse_M[:, None], mask=kept_M[:, None])
-    sums = merge.partial_sums + 2 * row_M
+    kept_M = rows < params.tile.ROWS
+    for j in tl.static_range(WORDS):
+        at_MW = (row_M * (WORDS * BLOCK_E) + j * BLOCK_E)[:, None] + words[None, :]
+        tl.store(
+            params.work.merge.partial_out + at_MW, acc[j] * inverse_M[:, None], mask=kept_M[:, None]
+        )
+    sums = params.work.merge.partial_sums + 2 * row_M
     store_sums(sums, m_M, l_M, kept_M)
 
 
@@ -189,47 +180,30 @@ def await_stores():
 
 
 @triton.jit
-def finish_segment(
-    m_M,
-    l_M,
-    acc,
-    factor,
-    segment,
-    group,
-    place,
-    io: ForwardIO,
-    sink,
-    merge: DecodeMerge,
-    tile: DecodeTile,
-    IS_NATURAL: tl.constexpr,
-):
+def finish_segment(m_M, l_M, acc, factor, segment, group, place, io: ForwardIO, params):
     """Stores a segment's results; if it is the last of its work tile to finish, merges all of them.
-    factor: of outputs. IS_NATURAL: maxima are in natural units, else in base 2."""
+    factor: of outputs."""
     row0, partials = segment.row0, segment.partials
-    if merge.partial_out is None:  # noqa: SIM114  (known when compiling, and `or` is not)
-        store_whole(
-            m_M, l_M, acc, factor, row0, group, place, io, sink, tile.BLOCK_M, tile, IS_NATURAL
-        )
+    BLOCK_M: tl.constexpr = params.tile.BLOCK_M
+    ROWS: tl.constexpr = params.tile.ROWS
+    if params.work.merge.partial_out is None:  # noqa: SIM114  (known when compiling, and `or` is not)
+        store_whole(m_M, l_M, acc, factor, row0, group, place, io, params, BLOCK_M)
     elif partials.count == 1:
-        store_whole(
-            m_M, l_M, acc, factor, row0, group, place, io, sink, tile.BLOCK_M, tile, IS_NATURAL
-        )
+        store_whole(m_M, l_M, acc, factor, row0, group, place, io, params, BLOCK_M)
     else:
-        store_partial(m_M, l_M, acc, partials.slot, merge, tile)
-        if merge.AWAITS_STORES:
+        store_partial(m_M, l_M, acc, partials.slot, params)
+        if params.work.merge.AWAITS_STORES:
             await_stores()
         # All threads have stored their results before the count says so.
         tl.debug_barrier()
-        counter = merge.counts + partials.tile
+        counter = params.work.merge.counts + partials.tile
         done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
         if done == partials.count - 1:
             tl.debug_barrier()
             # The count is 0 again for the next launch: no other program uses it any more.
             tl.store(counter, 0)
-            M: tl.constexpr = tile.ROWS if tile.ROWS < MERGE_ROWS else MERGE_ROWS
-            for row in range(0, tile.ROWS, M):
-                top_M, sum_M, out = merged(partials, row, M, merge, tile, IS_NATURAL)
+            M: tl.constexpr = ROWS if ROWS < MERGE_ROWS else MERGE_ROWS
+            for row in range(0, ROWS, M):
+                top_M, sum_M, out = merged(partials, row, M, params)
                 first = row0 + row
-                store_whole(
-                    top_M, sum_M, out, factor, first, group, place, io, sink, M, tile, IS_NATURAL
-                )
+                store_whole(top_M, sum_M, out, factor, first, group, place, io, params, M)
