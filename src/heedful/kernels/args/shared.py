@@ -162,10 +162,10 @@ class PortableParams(NamedTuple):
     shape: Shape
     mask: Mask
     mods: ScoreMods
-    dropout: Dropout
-    cache: KVLayout
-    descales: Descales
-    order: TileOrder
+    dropout: Dropout | None
+    cache: KVLayout | None
+    descales: Descales | None
+    order: TileOrder | None
     tile: Tile
 
 
