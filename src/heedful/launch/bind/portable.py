@@ -252,6 +252,7 @@ def _probs_call(
     # Rows whose maximum and sum are computed again take the sink.
     blocks = tile(problem, config.block_m, config.block_n, divisor)
     given = params(problem, blocks, buffers, has_sink=True, is_cached=True)
+    descales = groups.descales(problem, buffers)._replace(v=absent(Descale))
     return kernel_call(
         "forward.probabilities.signed_probabilities",
         launch.grid,
@@ -262,7 +263,7 @@ def _probs_call(
             lse=groups.row_vector(buffers, "lse"),
             probs=groups.score_array(buffers, "probs")._replace(stride_n=1),
         ),
-        params=given._replace(descales=given.descales._replace(v=absent(Descale))),
+        params=given._replace(descales=descales),
         **scalars(**launch.numbers),
     )
 
