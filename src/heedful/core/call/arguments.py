@@ -103,8 +103,20 @@ def argument_name(name: str, kind: str) -> str:
     return _KVCACHE_NAMES.get(name, name) if kind == "kvcache" else name
 
 
+def one_sink(sink: Any, s_aux: Any, learnable_sink: Any) -> Any:
+    """The sink, which has three names. TypeError where more than one is given."""
+    named = {"sink": sink, "s_aux": s_aux, "learnable_sink": learnable_sink}
+    given = [name for name, value in named.items() if value is not None]
+    if len(given) > 1:
+        raise TypeError(f"sink must be given by one of its names, got {' and '.join(given)}")
+    return named[given[0]] if given else None
+
+
 def bind(kind: str, given: dict[str, Any]) -> tuple[Operands, Options, CacheUpdate]:
-    """The parts of a call of this kind, made from its public arguments by name."""
+    """The parts of a call of this kind, made from its public arguments by name. Raises TypeError
+    for a sink of two names."""
+    names = ("sink", "s_aux", "learnable_sink")
+    given = {**given, "sink": one_sink(*[given.get(name) for name in names])}
 
     def picked(fields: tuple[str, ...]) -> dict[str, Any]:
         names = {field: argument_name(field, kind) for field in fields}

@@ -7,7 +7,7 @@ from typing import Any
 from jax import Array
 from jax.typing import ArrayLike
 
-from heedful.core.call.arguments import WHOLE, Options
+from heedful.core.call.arguments import WHOLE, Options, one_sink
 from heedful.core.call.operands import Operands
 from heedful.jax.traced.call import attend
 
@@ -29,6 +29,8 @@ def flash_attn_func(
     *,
     bias: Array | None = None,
     sink: Array | None = None,
+    s_aux: Array | None = None,
+    learnable_sink: Array | None = None,
     return_lse: bool = False,
     num_splits: int = 0,
     q_descale: Array | None = None,
@@ -63,6 +65,7 @@ def flash_attn_func(
             True where a query sees a key. A call makes it a bias of 16 bits, in memory of its own.
         sink: float (heads_q,), a logit that takes part in every softmax without a value
             (gpt-oss); differentiable.
+        s_aux, learnable_sink: other names of sink, of which one is given.
         return_lse: also return the log-sum-exp of the scores.
         num_splits: how many ways the keys are split: 0 = choose, 1 = do not.
         q_descale, k_descale, v_descale: float32, () or (batch, heads_k), with fp8 alone: the real
@@ -108,7 +111,7 @@ def flash_attn_func(
         v=v,
         bias=bias,
         alibi_slopes=alibi_slopes,
-        sink=sink,
+        sink=one_sink(sink, s_aux, learnable_sink),
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
@@ -138,6 +141,8 @@ def flash_attn_varlen_func(
     seqused_k: Array | None = None,
     bias: Array | None = None,
     sink: Array | None = None,
+    s_aux: Array | None = None,
+    learnable_sink: Array | None = None,
     return_lse: bool = False,
     num_splits: int = 0,
     q_descale: Array | None = None,
@@ -197,7 +202,7 @@ def flash_attn_varlen_func(
         v=v,
         bias=bias,
         alibi_slopes=alibi_slopes,
-        sink=sink,
+        sink=one_sink(sink, s_aux, learnable_sink),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,

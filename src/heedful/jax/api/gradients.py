@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jax import Array
 from jax.typing import ArrayLike
 
-from heedful.core.call.arguments import WHOLE, Options
+from heedful.core.call.arguments import WHOLE, Options, one_sink
 from heedful.core.call.describe import check_packed
 from heedful.core.call.operands import Gradients, Operands
 from heedful.jax.traced.call import differentiate
@@ -36,6 +36,8 @@ def attention_backward(
     deterministic: bool = False,
     bias: Array | None = None,
     sink: Array | None = None,
+    s_aux: Array | None = None,
+    learnable_sink: Array | None = None,
     dropout_seed: ArrayLike | None = None,
     dropout_origin: Sequence[int] | Array = WHOLE,
     bias_grad: bool = True,
@@ -88,7 +90,7 @@ def attention_backward(
         v=v,
         bias=bias,
         alibi_slopes=alibi_slopes,
-        sink=sink,
+        sink=one_sink(sink, s_aux, learnable_sink),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,

@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 from jax import numpy as jnp
 
-from heedful.core.call.arguments import WHOLE, AttentionCall, CacheUpdate, Options
+from heedful.core.call.arguments import WHOLE, AttentionCall, CacheUpdate, Options, one_sink
 from heedful.core.call.describe_cache import (
     attention_part,
     check_cache,
@@ -57,6 +57,8 @@ def flash_attn_with_kvcache(
     k_shift: Array | None = None,
     v_shift: Array | None = None,
     sink: Array | None = None,
+    s_aux: Array | None = None,
+    learnable_sink: Array | None = None,
     tree_mask: Array | None = None,
     shared_prefix: tuple[Array, Array] | None = None,
     backend: str | None = None,
@@ -134,7 +136,7 @@ def flash_attn_with_kvcache(
         k=k_cache,
         v=v_cache,
         alibi_slopes=alibi_slopes,
-        sink=sink,
+        sink=one_sink(sink, s_aux, learnable_sink),
         block_table=block_table,
         kv_batch_idx=cache_batch_idx,
         leftpad_k=cache_leftpad,

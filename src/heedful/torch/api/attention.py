@@ -5,7 +5,13 @@ from typing import Any
 
 from torch import Tensor, are_deterministic_algorithms_enabled
 
-from heedful.core.call.arguments import WHOLE, Options, new_operands, new_options
+from heedful.core.call.arguments import (
+    WHOLE,
+    Options,
+    new_operands,
+    new_options,
+    one_sink,
+)
 from heedful.core.call.operands import Operands
 from heedful.torch.base.dispatch import needs_dispatcher
 from heedful.torch.eager.calls import attend
@@ -32,6 +38,8 @@ def flash_attn_func(
     *,
     bias: Tensor | None = None,
     sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
     return_lse: bool = False,
     num_splits: int = 0,
     q_descale: Tensor | None = None,
@@ -68,6 +76,7 @@ def flash_attn_func(
             True where a query sees a key. A call makes it a bias of 16 bits, in memory of its own.
         sink: float (heads_q,), a logit that takes part in every softmax without a value
             (gpt-oss); differentiable.
+        s_aux, learnable_sink: other names of sink, of which one is given.
         return_lse: also return the log-sum-exp of the scores.
         num_splits: how many ways the keys are split: 0 = choose, 1 = do not.
         q_descale, k_descale, v_descale: float32, () or (batch, heads_k), with fp8 alone: the real
@@ -93,6 +102,8 @@ def flash_attn_func(
 
     Source: FlashAttention-2 (Dao 2023); signature of flash_attn 2.x.
     """
+    if s_aux is not None or learnable_sink is not None:
+        sink = one_sink(sink, s_aux, learnable_sink)
     dispatched = needs_dispatcher(q, k, v)
     if dispatched or window_size is not _UNBOUNDED:
         window_size = plain_window(window_size)
@@ -161,6 +172,8 @@ def flash_attn_varlen_func(
     seqused_k: Tensor | None = None,
     bias: Tensor | None = None,
     sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
     return_lse: bool = False,
     num_splits: int = 0,
     q_descale: Tensor | None = None,
@@ -202,6 +215,8 @@ def flash_attn_varlen_func(
         TypeError, ValueError: naming the argument, before anything is launched or written. Values
         on a GPU (lengths, page numbers) are not read back: they are the caller's promise.
     """
+    if s_aux is not None or learnable_sink is not None:
+        sink = one_sink(sink, s_aux, learnable_sink)
     dispatched = needs_dispatcher(q, k, v)
     if dispatched or window_size is not _UNBOUNDED:
         window_size = plain_window(window_size)

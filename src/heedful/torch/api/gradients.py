@@ -6,7 +6,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, are_deterministic_algorithms_enabled
 
-from heedful.core.call.arguments import NUMBERS, WHOLE, Options, new_operands, new_options
+from heedful.core.call.arguments import (
+    NUMBERS,
+    WHOLE,
+    Options,
+    new_operands,
+    new_options,
+    one_sink,
+)
 from heedful.core.call.describe import check_packed
 from heedful.core.call.operands import Gradients, Operands
 from heedful.torch.api.attention import plain_lengths
@@ -44,6 +51,8 @@ def attention_backward(
     deterministic: bool = False,
     bias: Tensor | None = None,
     sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
     dropout_seed: int | Tensor | None = None,
     dropout_origin: Sequence[int] | Tensor = WHOLE,
     bias_grad: bool = True,
@@ -75,6 +84,8 @@ def attention_backward(
     Raises:
         TypeError, ValueError: naming the argument, before anything is launched.
     """
+    if s_aux is not None or learnable_sink is not None:
+        sink = one_sink(sink, s_aux, learnable_sink)
     dispatched = needs_dispatcher(q, k, v)
     if dispatched or window_size is not _UNBOUNDED:
         window_size = plain_window(window_size)

@@ -17,6 +17,7 @@ from heedful.core.call.arguments import (
     new_operands,
     new_options,
     new_update,
+    one_sink,
 )
 from heedful.core.call.describe_cache import attention_part, check_cache, last_rotated_length
 from heedful.core.call.operands import Operands
@@ -82,6 +83,8 @@ def flash_attn_with_kvcache(
     k_shift: Tensor | None = None,
     v_shift: Tensor | None = None,
     sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
     tree_mask: Tensor | None = None,
     shared_prefix: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
@@ -139,6 +142,8 @@ def flash_attn_with_kvcache(
 
     Source: signature of flash_attn 2.x; cascade inference of FlashInfer for shared_prefix.
     """
+    if s_aux is not None or learnable_sink is not None:
+        sink = one_sink(sink, s_aux, learnable_sink)
     dispatched = needs_dispatcher(q, k_cache, v_cache)
     if dispatched or window_size is not _UNBOUNDED:
         window_size = plain_window(window_size)
