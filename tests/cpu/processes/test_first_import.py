@@ -44,8 +44,11 @@ import sys
 import torch
 before = {*sys.modules}
 import heedful
+from heedful.integrations.torch import sdpa
 q = torch.randn(1, 4, 1, 16, requires_grad=True)
 heedful.flash_attn_func(q, q, q).sum().backward()
+with sdpa():
+    torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
 print(*sorted({name for name in {*sys.modules} - before if not name.startswith("heedful.")}))
 """
 

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.compiler import assume_constant_result, is_compiling
-from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.compiler import is_compiling
 from torch.overrides import has_torch_function
 
 from heedful.core.base.forks import new_lock
@@ -21,6 +20,7 @@ from heedful.core.call.problem import MAX_HEAD_DIM_V
 from heedful.integrations.torch.report import Report
 from heedful.torch.api.attention import flash_attn_func
 from heedful.torch.base.dispatch import has_shards
+from heedful.torch.traced.private import constant_when_traced
 
 NAME = "scaled_dot_product_attention"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -126,8 +126,8 @@ def translated(q, k, v, mask, dropout_p, is_causal, enable_gqa) -> Any:
     if reason is not None:
         return reason
     causal, bottom_right = is_causal, False
-    if isinstance(mask, CausalBias):
-        causal, bottom_right = True, mask.variant == CausalVariant.LOWER_RIGHT
+    if _is_causal_bias(mask):
+        causal, bottom_right = True, mask.variant.name == "LOWER_RIGHT"
         if (mask.seq_len_q, mask.seq_len_kv) != (q.shape[-2], k.shape[-2]):
             return "attn_mask is a CausalBias of other lengths"
         mask = None
@@ -178,13 +178,19 @@ def _aligned(q, k, v, bias, causal: bool, bottom_right: bool = False) -> Call:
     return Call(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias, causal, window)
 
 
+def _is_causal_bias(mask: Any) -> bool:
+    """Whether it is a CausalBias of torch, whose module loads Dynamo where nobody has."""
+    of = type(mask)
+    return of.__name__ == "CausalBias" and of.__module__ == "torch.nn.attention.bias"
+
+
 def _refusal(q, k, v, mask, is_causal) -> str | None:
     """Why a call is torch's whatever its shapes are, if it is."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return "query, key or value is no tensor"
     if q.is_nested or k.is_nested or v.is_nested:
         return "query, key or value is nested"
-    given = (q, k, v) if mask is None or isinstance(mask, CausalBias) else (q, k, v, mask)
+    given = (q, k, v) if mask is None or _is_causal_bias(mask) else (q, k, v, mask)
     if has_torch_function(given) or has_shards(given):
         return "a tensor is of a subclass that sees the call"
     if mask is not None and is_causal:
@@ -285,7 +291,7 @@ def _note_now(reason: str | None) -> None:
         report.count(NAME) if reason is None else report.decline(reason)
 
 
-@assume_constant_result
+@constant_when_traced
 def _note_traced(reason: str | None) -> bool:
     # Dynamo calls it while it traces, and leaves no trace of it.
     _note_now(reason)
