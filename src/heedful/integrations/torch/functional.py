@@ -115,7 +115,7 @@ def scaled_dot_product_attention(
     )
 
 
-def translated(q, k, v, mask, dropout_p, is_causal, enable_gqa) -> Any:
+def translated(q, k, v, mask: Any, dropout_p, is_causal, enable_gqa) -> Any:
     """The Call that computes what torch's arguments ask for, or in words why there is none."""
     if not 0 <= dropout_p <= 1:
         return "dropout_p is no probability"
@@ -126,7 +126,7 @@ def translated(q, k, v, mask, dropout_p, is_causal, enable_gqa) -> Any:
     if reason is not None:
         return reason
     causal, bottom_right = is_causal, False
-    if _is_causal_bias(mask):
+    if mask is not None and _is_causal_bias(mask):
         causal, bottom_right = True, mask.variant.name == "LOWER_RIGHT"
         if (mask.seq_len_q, mask.seq_len_kv) != (q.shape[-2], k.shape[-2]):
             return "attn_mask is a CausalBias of other lengths"
