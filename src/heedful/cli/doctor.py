@@ -4,6 +4,8 @@ import dataclasses
 import json
 import platform
 from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import heedful
+from heedful import integrations
 from heedful.bench.harness import machine
 from heedful.cli import matrix
 from heedful.cli.console import TOOLCHAIN_HELPS, TRITON_HELPS, fail, level_text, out
@@ -37,17 +40,21 @@ def doctor(
         tools = dataclasses.replace(tools, jax=numbers(versions["jax"]))
     distinct = list({(device.name, device.arch): device for device in devices}.values())
     rows = {device.name: list(_kernels(device, tools)) for device in distinct}
-    advice = [*_advice(devices, tools), *_untested(versions)]
+    frameworks = list(_frameworks())
+    advice = [*_advice(devices, tools), *_untested(versions), *_untested_frameworks(frameworks)]
     if as_json:
         facts = {
             "versions": versions,
             "devices": [dataclasses.asdict(device) for device in devices],
             "kernels": rows,
+            "frameworks": frameworks,
             "advice": advice,
         }
         out.print_json(json.dumps(facts))
         return
     out.print(_version_table(versions))
+    if frameworks:
+        out.print(_framework_table(frameworks))
     out.print(_device_table(devices))
     for name, own in rows.items():
         out.print(_kernel_table(name, own))
@@ -83,6 +90,49 @@ def _version_table(versions: dict[str, str | None]) -> Table:
         missing = "none found" if name == "GPU driver" else "not installed"
         table.add_row(name, escape(words or missing))
     return table
+
+
+def _frameworks() -> Iterator[dict]:
+    """Each framework that is found, and who registers heedful with it: entry points of this
+    installation, or a call that a program makes."""
+    try:
+        points = [*metadata.distribution("heedful").entry_points]
+    except metadata.PackageNotFoundError:
+        points = []
+    for found in integrations.installed():
+        if found.version is not None:
+            module = f"heedful.integrations.{found.name}"
+            own = [p.value for p in points if p.group.partition(".")[0] == found.name]
+            yield {
+                "name": found.name,
+                "version": found.version,
+                "tested": [found.first, found.last],
+                "is_tested": found.is_tested,
+                "registered": own,
+                "register": f"{module}.register()" if find_spec(module) else None,
+            }
+
+
+def _framework_table(frameworks: list[dict]) -> Table:
+    table = Table(title="Frameworks", title_justify="left", title_style="bold")
+    for name in ("framework", "version", "tested with", "heedful.integrations"):
+        table.add_column(name, overflow="fold")
+    for row in frameworks:
+        call = (row["register"] or "").removeprefix("heedful.integrations.")
+        asked = f"after {call}" if call else "no"
+        registered = ", ".join(row["registered"]) or asked
+        table.add_row(row["name"], row["version"], " to ".join(row["tested"]), registered)
+    return table
+
+
+def _untested_frameworks(frameworks: list[dict]) -> Iterator[str]:
+    for row in frameworks:
+        if not row["is_tested"]:
+            yield _outside(row["name"], row["version"], " to ".join(row["tested"]))
+
+
+def _outside(name: str, version: str | None, tested: str) -> str:
+    return f"{name} {version} is outside of what heedful was tested with, {tested}"
 
 
 def _cache_words(folder: Path | None) -> str:
@@ -166,4 +216,4 @@ def _untested(versions: dict[str, str | None]) -> Iterator[str]:
         found = numbers(versions[name] or "")[: len(newest)]
         if found and not oldest <= found <= newest:
             words = " to ".join(".".join(map(str, version)) for version in (oldest, newest))
-            yield f"{name} {versions[name]} is outside of what heedful was tested with, {words}"
+            yield _outside(name, versions[name], words)

@@ -11,6 +11,7 @@ from matplotlib import pyplot
 from typer.testing import CliRunner
 
 import heedful
+from heedful import integrations
 from heedful.bench.harness import machine, report, run
 from heedful.bench.harness.cases import cases
 from heedful.bench.harness.run import Figure, Outcome
@@ -292,6 +293,40 @@ def test_doctor_names_a_version_outside_of_those_tested(name):
     for version in (f"{newest[0]}.{newest[1] + 1}.0", f"{oldest[0]}.{oldest[1] - 1}.9"):
         (line,) = said(version)
         assert name in line and version in line
+
+
+def frameworks_found(monkeypatch, version: str | None) -> None:
+    found = integrations.Framework("transformers", version, "5.17", "5.24", False)
+    monkeypatch.setattr(integrations, "installed", lambda: (found,))
+
+
+def test_doctor_lists_frameworks_that_are_found_and_how_heedful_gets_into_them(screen, monkeypatch):
+    frameworks_found(monkeypatch, "5.20.1")
+    (row,) = json.loads(heed("doctor", "--json").stdout)["frameworks"]
+    assert row["version"] == "5.20.1" and row["tested"] == ["5.17", "5.24"] and row["is_tested"]
+    assert row["register"] == "heedful.integrations.transformers.register()"
+    text = " ".join(re.sub("[│┃]", " ", heed("doctor").stdout).split())
+    assert "transformers 5.20.1 5.17 to 5.24 after transformers.register()" in text
+    assert max(map(len, heed("doctor").stdout.splitlines())) <= WIDTH
+    frameworks_found(monkeypatch, None)
+    assert json.loads(heed("doctor", "--json").stdout)["frameworks"] == []
+    assert "Frameworks" not in heed("doctor").stdout
+
+
+def test_doctor_names_a_framework_outside_of_the_versions_tested(monkeypatch):
+    frameworks_found(monkeypatch, "5.25.0")
+    (line,) = [a for a in json.loads(heed("doctor", "--json").stdout)["advice"] if "5.25" in a]
+    assert line == "transformers 5.25.0 is outside of what heedful was tested with, 5.17 to 5.24"
+
+
+def test_doctor_names_an_entry_point_of_this_installation(monkeypatch):
+    frameworks_found(monkeypatch, "5.20.1")
+    point = SimpleNamespace(group="transformers.plugins", value="heedful.integrations.x:y")
+    monkeypatch.setattr(
+        doctor_module.metadata, "distribution", lambda name: SimpleNamespace(entry_points=[point])
+    )
+    (row,) = doctor_module._frameworks()
+    assert row["registered"] == ["heedful.integrations.x:y"]
 
 
 def test_doctor_says_install_triton_where_that_helps():
