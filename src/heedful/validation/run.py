@@ -174,7 +174,8 @@ def _compute(backend: str, built: Built) -> Results:
     out, lse, probs = runner.forward(x, out)
     results = (out, lse, probs)
     if built.dout is not None:
-        results += tuple(runner.backward(x, out, lse, built.dout, built.dlse))
+        given = x, out, lse, built.dout, built.dlse
+        results += tuple(runner.backward_of(*given)(*given))
     return Results(*(as_numpy(result) for result in results))
 
 

@@ -44,7 +44,7 @@ class Off:
 
     def __init__(self, runner):
         self._runner = runner
-        self.backward = runner.backward
+        self.backward_of = runner.backward_of
 
     def forward(self, x, out=None):
         out, lse, probs = self._runner.forward(x, out)

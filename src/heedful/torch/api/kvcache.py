@@ -255,7 +255,7 @@ class CacheCall:
     update(x, update, start). counts: whether the step also counts the keys. records: whether
     autograd would record what torch does here, which nobody wants. aligned: whether all tensors
     begin at multiples of 16 bytes. on(addresses): the results of a call that is no more than one
-    program on a GPU, from those that `addresses` gives; None in others. apart, apart_on: what looks
+    program on a GPU, from those that `like` gives; None in others. apart, apart_on: what looks
     whether the call writes what it reads, of all its tensors, and of those that `on` has. like:
     tells tensors of this kind; k, v: where the caches are among these, which begin at one address
     if `shares`.
@@ -263,18 +263,8 @@ class CacheCall:
 
     __slots__ = (
         *("aligned", "apart", "apart_on", "attention", "capacity", "checks", "counts", "k", "like"),
-        *(
-            "new",
-            "on",
-            "prefix",
-            "records",
-            "returns_lse",
-            "rotated",
-            "shares",
-            "step",
-            "update",
-            "v",
-        ),
+        *("new", "on", "prefix", "records", "returns_lse", "rotated", "shares", "step"),
+        *("update", "v"),
     )
 
     def __init__(self, x: Operands, options: Options, update: CacheUpdate, out: Tensor | None):
@@ -380,13 +370,8 @@ def _eager(x: Operands, options: Options, update: CacheUpdate, out, known_as: An
     given, key, call = x + update, None, None
     try:
         how = (options, update.rotary_interleaved, *map(type, options[NUMBERS] + given))
-        key = (
-            how,
-            tensor_keys(given),
-            k_cache.data_ptr() == x.v.data_ptr(),
-            None if prefix is None else tensor_keys(prefix),
-            None if out is None else tensor_keys((out,)),
-        )
+        tensors = tensor_keys((*given, out, *(prefix or ())))
+        key = (how, tensors, k_cache.data_ptr() == x.v.data_ptr())
         call = CALLS.young.get(key)
         common = out is None and prefix is None and known_as is not None
         if common and call is not None and call.aligned:

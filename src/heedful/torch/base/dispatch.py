@@ -90,7 +90,7 @@ class Likeness:
     """Tells tensors like those that it is made of: all have memory that begins at multiples of 16
     bytes, and `alike(*tensors)`, of those that are there, is true."""
 
-    __slots__ = ("_dense", "alike", "pick", "places")
+    __slots__ = ("_dense", "alike", "pick")
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Likeness:
         than that in which they come."""
         if places is None:
             places = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
-        self.pick, self.places = itemgetter(*places), places
+        self.pick = itemgetter(*places)
         tensors = self.pick(values)
         moving, self._dense = None, []
         if kinds is not None:

@@ -230,10 +230,6 @@ class GpuRunner:
 
         return self.case.outs.of(own).find(values, make)
 
-    def backward(self, x, out, lse, dout, dlse=None) -> Gradients:
-        """Gradients of the inputs for the cotangents of out and lse (None is zero)."""
-        return self.backward_of(x, out, lse, dout, dlse)(x, out, lse, dout, dlse)
-
     def backward_of(self, x: Operands, out, lse, dout, dlse=None) -> Backward:
         """The backward on tensors laid out like these, which need not lie as the forward's."""
         if self._like.page_size:

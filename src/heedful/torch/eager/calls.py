@@ -52,7 +52,7 @@ from heedful.torch.operands.adapt import (
     bias_gradient,
     cast_steps,
 )
-from heedful.torch.operands.apart import OutApart
+from heedful.torch.operands.apart import Apart
 from heedful.torch.operands.checks import (
     attention_call,
     check_constants,
@@ -112,13 +112,13 @@ class Call:
     go to the kernels as they are, unchecked. results: 0 out, 1 with lse, 2 with the probabilities
     too. apart: what looks whether `out`, where it is given, lies apart. on: the results of a call
     that is one program on a GPU, from the addresses of the operands that are there; None in others.
-    wants_grad, like, alike: whether operands are of this kind. backwards: of what the forward
+    wants_grad. like: tells operands of this kind. backwards: of what the forward
     saves; None where nothing wants a gradient. wanting: whether an operand requires a gradient that
     is not computed.
     """
 
     __slots__ = (
-        *("alike", "apart", "backwards", "casts", "checks", "dropout", "forward", "kind", "like"),
+        *("apart", "backwards", "casts", "checks", "dropout", "forward", "kind", "like"),
         *("on", "plain", "results", "runner", "steps", "wanting", "wants_grad"),
     )
 
@@ -148,7 +148,7 @@ class Call:
         self.dropout = problem.dropout_p > 0
         own_seed = seed if self.dropout and isinstance(seed, Tensor) else None
         if out is not None:
-            self.apart = OutApart(out, x._replace(seed=None), seed, options.kind)
+            self.apart = Apart(dict(named_tensors(x, options, out, seed)), ("out",))
         self.casts = cast_steps(casts(described.x))
         x = adapt(x._replace(seed=own_seed), self.casts)
         self.steps = adaptations(x, problem)
@@ -161,7 +161,6 @@ class Call:
         plan = self.runner.plan
         self.wants_grad = grad[0]
         self.like: Any = None
-        self.alike: Any = None
         self.kind = options.kind
         self.forward = self.runner.forward
         if plan.backend == "sdpa":
@@ -209,7 +208,7 @@ class Call:
         call.steps, call.wanting, call.wants_grad = self.steps, self.wanting, self.wants_grad
         call.runner, call.forward = runner, runner.forward
         call.on = None if self.on is None else runner.on
-        call.like = call.alike = call.backwards = call.apart = None
+        call.like = call.backwards = call.apart = None
         if self.backwards is not None:
             call.backwards = self.backwards.at(runner, x)
         return call
@@ -219,16 +218,7 @@ class Call:
         longer than a call that never comes again should."""
         if self.like is None:
             self.like = Likeness(x)
-            self.alike = self.like.alike
         return self.like.addresses(x) is not None
-
-    def is_like(self, x: Sequence[Any], out, seed) -> bool:
-        """Whether tensors are like those that `is_aligned` was last asked of; q, k and v are known
-        to be aligned."""
-        if out is None or seed is not None or len(self.like.places) > 4:
-            return self.like.addresses((*x, out, seed)) is not None
-        address = out.data_ptr()
-        return address and not address & 15 and self.alike(x[0], x[1], x[2], out)
 
     def operands(self, x: Operands, seed) -> Operands:
         """The operands of this very call, where they are not the caller's tensors alone."""
@@ -367,7 +357,11 @@ def attend(q, k, v, x: Any, options: Options, out, seed, otherwise: Callable[...
         x = x and x._replace(q=q, k=k, v=v, bias=bias)
     (call, addresses), key = _find(q, k, v, x, options, out, seed)
     if addresses is not None and call.on is not None:
-        out, lse, probs = call.on(addresses)
+        if out is None:
+            out, lse, probs = call.on(addresses)
+        else:
+            call.apart.check(addresses)
+            out, lse, probs = call.on(addresses[:-1], out)
         return out if call.results == 0 else returned(call.results, out, lse, probs)
     if call is None:
         is_known = key is not None and seed is None and key[0][0] in PLAIN
@@ -390,7 +384,8 @@ def attend(q, k, v, x: Any, options: Options, out, seed, otherwise: Callable[...
     if call.wants_grad:
         return _apply(call, x, seed, q, k, v, x.bias, x.sink)
     if out is not None:
-        call.apart.check(out, x, seed)
+        tensors = named_tensors(x, options, out, seed)
+        call.apart.check([tensor.data_ptr() for _, tensor in tensors])
     if not call.plain:
         x = call.operands(x, seed)
     out, lse, probs = call.forward(x) if out is None else call.forward(x, out)
@@ -400,7 +395,7 @@ def attend(q, k, v, x: Any, options: Options, out, seed, otherwise: Callable[...
 def _find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[_Found, Any]:
     """((call, addresses), key): the call that was bound for such tensors and options, None if there
     is none; and the key for a new call, None where something cannot be part of a key, or where no
-    key was needed. Only the operands of a call without `out` and seed have their addresses."""
+    key was needed. addresses: of the operands, then of `out`, of a call without seed."""
     try:
         # Aligned tensors like those of the last such call are known without a key.
         of_q, of_k, of_v = addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
@@ -411,28 +406,25 @@ def _find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[_Fo
         how: Any = (base, longest) if usual else (base, longest, type(out), type(seed))
         if not bases:
             call = CALLS.latest.get(how)
-            if call is None:
-                pass
-            elif usual:
-                if x is not None:
-                    addresses = call.like.addresses(x)
-                if call.alike(q, k, v) if x is None else addresses is not None:
+            if call is not None and usual and x is None:
+                if call.like.alike(q, k, v):
                     return (call, addresses), None
-            elif call.is_like((q, k, v, *ABSENT) if x is None else x, out, seed):
-                return (call, None), None
+            elif call is not None:
+                given = x or (q, k, v, *ABSENT)
+                found = call.like.addresses(given if usual else (*given, out, seed))
+                if found is not None:
+                    return (call, found if seed is None else None), None
             if usual and (kind := LATEST.get(base)) is not None:
-                found = kind.find((q, k, v) if x is None else x, longest, how)
-                if found[0] is not None:
-                    return found, None
-        requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
-        if x is not None and not requires_grad:
-            requires_grad = requires_gradients(x)
+                latest = kind.find((q, k, v) if x is None else x, longest, how)
+                if latest[0] is not None:
+                    return latest, None
+        given = x or (q, k, v, *ABSENT)
+        requires_grad = requires_gradients(_new(Operands, given))
         key = (how, requires_grad, call_key(q, k, v, x, out, seed, bases))
         call = CALLS.young.get(key) or CALLS.find(key)
-        if call is not None and not bases:
-            given = (q, k, v, *ABSENT) if x is None else x
-            if call.is_aligned(given if usual else (*given, out, seed)):
-                CALLS.latest[how] = call
+        known = given if usual else (*given, out, seed)
+        if call is not None and not bases and call.is_aligned(known):
+            CALLS.latest[how] = call
         return (call, None), key
     except (TypeError, RuntimeError):
         # An argument that cannot be hashed, or a tensor without plain memory (sparse, ...), is none

@@ -35,11 +35,6 @@ class CpuRunner:
     def bind(self, out: torch.Tensor | None = None) -> None:
         """There is nothing to compile."""
 
-    def backward(self, x, out, lse, dout, dlse=None) -> Gradients:
-        """Gradients of the inputs for the cotangents of out and lse (None is zero)."""
-        run, problem = self._backward.backward, self.plan.problem
-        return self._gradients(run, problem, x, out, lse, dout, dlse)
-
     def backward_like(self, tensors: Sequence[torch.Tensor], has_dlse: bool, once: bool) -> None:
         """There is nothing to find again."""
 

@@ -205,7 +205,12 @@ class Case:
                 self._loaded = ProgramKind(*given, self._end)
         if self._limit is not None:
             regions = [region for region in (self.scratch, self.zeroed) if region]
-            _check_scratch(sum([numbers[region.stop] for region in regions]), self._limit)
+            size = sum([numbers[region.stop] for region in regions])
+            if size > self._limit:
+                raise ValueError(
+                    f"HEEDFUL_WORKSPACE_LIMIT_MB allows {self._limit} bytes of scratch, this call"
+                    f" needs {size}"
+                )
         return self._loaded
 
     def places(self, numbers: Sequence[Any]) -> tuple[Region, Region]:
@@ -262,13 +267,6 @@ def as_results(made: list[Any], keeps_rest: bool, out: Any = None) -> tuple[Any,
         made[1:3] = [(made[1], made[2])]
     out, lse, other = (*made, None)[:3]
     return out, lse, other
-
-
-def _check_scratch(size: int, limit: int) -> None:
-    if size > limit:
-        raise ValueError(
-            f"HEEDFUL_WORKSPACE_LIMIT_MB allows {limit} bytes of scratch, this call needs {size}"
-        )
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:

@@ -121,19 +121,13 @@ def of_tensor(name: str, tensor: Tensor) -> tuple[ArrayKind, tuple[int, ...]]:
     dense = strides == dense_strides(shape)
     aligned = tensor.data_ptr() % 16 == 0
     kind = ArrayKind(name, tensor.dtype, aligned, shape[moving:], strides[-1:], dense, moving)
-    return kind, sizes_of(tensor, moving, dense)
-
-
-def sizes_of(tensor: Tensor, moving: int, dense: bool) -> tuple[int, ...]:
-    """The sizes and strides that lengths may change in the first `moving` dims of an operand.
-    dense: strides follow from sizes."""
-    shape = tensor.shape[:moving]
-    return tuple(shape) if dense else (*shape, *tensor.stride()[:-1])
+    sizes = tuple(shape[:moving])
+    return kind, sizes if dense else (*sizes, *strides[:-1])
 
 
 class Sizes:
     """The sizes and strides that lengths may change in several tensors of one kind each, after
-    other numbers. In half the time of `sizes_of` of each."""
+    other numbers. In half the time of `of_tensor` of each."""
 
     __slots__ = ("_pick", "_strided")
 

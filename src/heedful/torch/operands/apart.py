@@ -85,34 +85,6 @@ class Apart:
                 )
 
 
-class OutApart:
-    """Raises where `out` of one kind of call has memory of the caller's tensors."""
-
-    __slots__ = ("_before", "_has_seed", "_length", "_look", "_pick")
-
-    def __init__(self, out: Tensor, x: Operands, seed, kind: str):
-        """x, seed: as the caller gave them. kind: of the options."""
-        given = (*x._asdict().items(), ("dropout_seed", seed))
-        named = {argument_name(n, kind): t for n, t in given if isinstance(t, Tensor)}
-        places = [place for place, value in enumerate(x) if isinstance(value, Tensor)]
-        self._pick, self._has_seed = itemgetter(*places), isinstance(seed, Tensor)
-        self._look = Apart({**named, "out": out}, ("out",)).check  # in this order
-        self._length = extent(array_spec(out))
-        self._before = max([extent(array_spec(tensor)) for tensor in named.values()])
-
-    def check(self, out: Tensor, x: Operands, seed) -> None:
-        """Raises ValueError naming the other."""
-        read = [*map(Tensor.data_ptr, self._pick(x))]
-        if self._has_seed:
-            read.append(seed.data_ptr())
-        begin = out.data_ptr()
-        low, high = begin - self._before, begin + self._length
-        for address in read:
-            if low < address < high:
-                self._look([*read, begin])
-                break
-
-
 def cache_values(x: Operands, update: CacheUpdate, out) -> tuple:
     """The arguments of a call that are tensors, or would be, those of a prefix apart."""
     prefix = update.shared_prefix

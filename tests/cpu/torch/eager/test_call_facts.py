@@ -164,7 +164,7 @@ def test_what_a_kind_of_call_needs_each_time_is_known_once(name, place, monkeypa
         with standin.gpu():
             call = made(given, options)
     assert facts_of(call) == {**USUAL, **others}
-    assert call.like is call.alike is None
+    assert call.like is None
     assert call.problem == call.runner.problem == call.runner.plan.problem
     assert call.problem.needs_grad == others.get("backwards", False)
 
@@ -182,7 +182,7 @@ def test_a_call_of_other_lengths_shares_all_but_its_runner():
     for name in (*shared, "wants_grad"):
         assert getattr(other, name) is getattr(call, name)
     assert (other.runner, other.forward, other.problem) == (runner, "its forward", "its problem")
-    assert other.like is other.alike is None
+    assert other.like is None
     assert other.backwards is not None and other.backwards is not call.backwards
     assert other.backwards._runner is runner and other.backwards._device == CPU
     plain = Call(x, Options("dense"), (False, False), None)
@@ -195,7 +195,6 @@ def test_a_call_is_alike_where_its_tensors_are_and_aligned_where_they_all_are():
     call = Call(x, Options("dense"), (False, False), None)
     assert call.is_aligned(x) and call.like is not None
     like: Any = call.like
-    assert call.alike is like.alike is not None
     for name in "qkv":
         assert not call.is_aligned(x._replace(**{name: unaligned(DENSE[name])}))
         assert like.addresses(x._replace(**{name: DENSE[name].half()})) is None

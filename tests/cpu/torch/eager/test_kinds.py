@@ -41,9 +41,9 @@ def test_an_array_is_its_kind_and_its_sizes(name):
     tensor = TENSORS[name]
     kind, sizes = of_tensor(name, tensor)
     assert kinds.with_sizes(kind, iter(sizes)) == array_spec(tensor)._replace(device=None)
-    *_, dense, moving = kind
-    assert dense == (name in ("q", "v", "sink", "seed"))
-    assert sizes == kinds.sizes_of(tensor, moving, dense)
+    assert kind.dense == (name in ("q", "v", "sink", "seed"))
+    lead = tensor.shape[: kind.moving]
+    assert sizes == (tuple(lead) if kind.dense else (*lead, *tensor.stride()[:-1]))
 
 
 @pytest.mark.parametrize("offset", [*range(1, 16), 16, 32])
