@@ -200,8 +200,8 @@ def flash_attn_with_kvcache(
         if call.on is not None:
             if call.apart_on is not None:
                 call.apart_on.check(addresses)
-            out, lse, _ = call.on(addresses)
-            return (out, lse) if call.returns_lse else out
+            made = call.on(addresses)
+            return (made[0], made[1]) if call.returns_lse else made[0]
         x, _, update = _parts(values, given, new_operands, new_options, new_update)
         return _checked(call, x, update, None)
     return _eager(*_parts(values, given, new_operands, new_options, new_update), out, how)
@@ -254,7 +254,7 @@ class CacheCall:
     None. step: what appends them on a GPU, and attends then; update: what appends on a CPU,
     update(x, update, start). counts: whether the step also counts the keys. records: whether
     autograd would record what torch does here, which nobody wants. aligned: whether all tensors
-    begin at multiples of 16 bytes. on(addresses): the results of a call that is no more than one
+    begin at multiples of 16 bytes. on(addresses): what a call makes that is no more than one
     program on a GPU, from those that `like` gives; None in others. apart, apart_on: what looks
     whether the call writes what it reads, of all its tensors, and of those that `on` has. like:
     tells tensors of this kind; k, v: where the caches are among these, which begin at one address
@@ -323,8 +323,10 @@ class CacheCall:
         self.k, self.v, self.on, self.apart_on = 1, 2, None, None
         if names is not None:
             self.k, self.v = names.index("k_cache"), names.index("v_cache")
-            runner: Any = self.step or self.attention.runner  # of a GPU: no other has names
-            self.on = runner.on
+            runner: Any = self.attention.runner  # of a GPU: no other has names
+            if self.step is None:
+                runner.bind()
+            self.on = (self.step or runner).run
             by_name = cache_tensors(x, update, None)
             self.apart_on = cache_apart({name: by_name[name] for name in names}, self.new > 0)
 

@@ -5,8 +5,7 @@ The only users of torch's private names for that.
 
 import sys
 from collections.abc import Iterable, Sequence
-from functools import reduce
-from operator import itemgetter, or_
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -116,7 +115,10 @@ class Likeness:
         None. Strides of dims of one element are of no account."""
         tensors = self.pick(values)
         addresses = [*map(Tensor.data_ptr, tensors)]
-        if reduce(or_, addresses) & 15 or 0 in addresses or not self.alike(*tensors):
+        bits = 0
+        for address in addresses:
+            bits |= address or 1
+        if bits & 15 or not self.alike(*tensors):
             return None
         for place in self._dense:
             if not values[place].is_contiguous():

@@ -137,7 +137,7 @@ class GpuRunner:
     use, one per layout of the tensors that the caller chooses after planning (out)."""
 
     __slots__ = (
-        *("case", "_into_given", "_is_known", "_like", "_numbers", "_run", "_sizes", "pick"),
+        *("case", "_into_given", "_is_known", "_like", "_numbers", "_sizes", "pick", "run"),
     )
 
     def __init__(self, case: PlannedCase, numbers, like, sizes: Sequence[int]):
@@ -145,7 +145,7 @@ class GpuRunner:
         operands. numbers: what the case makes of both."""
         self.case, self._numbers, self._like, self._sizes = case, numbers, like, sizes
         self.pick = case.pick
-        self._run: Run | None = None  # once lengths have come again
+        self.run: Run | None = None  # as of a Case, once lengths have come again
         self._into_given: dict[tuple, Run | None] | None = None
         self._is_known = False  # whether they came before
 
@@ -171,7 +171,7 @@ class GpuRunner:
     def on(self, addresses: list[int], out: torch.Tensor | None = None):
         """The same of the addresses of the operands that are there, in a list for this call
         alone."""
-        run = self._run
+        run = self.run
         if out is not None:
             addresses.append(out.data_ptr())
             run = self._bound_into(out)
@@ -180,7 +180,7 @@ class GpuRunner:
             if not self._is_known:
                 self._is_known = True
                 return self.once_on(self._numbers, addresses)
-            run = self._run = self.case.bind(self._numbers)
+            run = self.run = self.case.bind(self._numbers)
         made = run(addresses)
         if out is None and len(made) == 1:
             return made[0], None, None
@@ -199,8 +199,8 @@ class GpuRunner:
         runs."""
         if out is not None:
             self._bound_into(out, comes_again=True)
-        elif self._run is None:
-            self._run, self._is_known = self.case.bind(self._numbers), True
+        elif self.run is None:
+            self.run, self._is_known = self.case.bind(self._numbers), True
 
     def _bound_into(self, out: torch.Tensor, comes_again: bool = False) -> Run:
         """The forward into memory that lies like this, kept if it comes again."""

@@ -23,10 +23,11 @@ class DeviceStep:
     """The work of a call that appends, for one kind of call on one GPU; compiles when it is made.
     It also counts the keys that there are then, which takes torch a launch of its own.
 
+    run: from the addresses of `named` tensors, and of `out` where that is given, to what it makes.
     counts: whether it does; without new tokens nothing is launched that could.
     """
 
-    __slots__ = ("counts", "_keeps_rest", "_run")
+    __slots__ = ("counts", "run", "_keeps_rest")
 
     def __init__(self, x: Operands, update: CacheUpdate, plan: Plan, out, q_leaves: bool):
         """x: operands of attention, but for q, which is the caller's. plan: of attention. out: what
@@ -45,7 +46,7 @@ class DeviceStep:
         buffers, interleaved = given | made, bool(update.rotary_interleaved)
         step = programs.step(plan, buffers, interleaved, update.position0)
         note(plan, "step", buffers, interleaved=interleaved, position0=update.position0)
-        self._run = Case(step, plan.device.arch, q.device, given, made).alone()
+        self.run = Case(step, plan.device.arch, q.device, given, made).alone()
 
     def __call__(
         self, x: Operands, update: CacheUpdate, start: Tensor, out: Tensor | None = None
@@ -54,16 +55,9 @@ class DeviceStep:
         kept. x: as at construction; its lengths are of account where none are counted. start:
         int32 (B,), where new tokens go."""
         tensors = [*named(x, update, start, self.counts).values()]
-        return self.on([*map(address_of, tensors)], out)
-
-    def on(self, addresses: list[int], out: Tensor | None = None):
-        """The same of the addresses of `named` tensors, in a list for this call alone."""
         if out is not None:
-            addresses.append(out.data_ptr())
-        made = self._run(addresses)
-        if out is None and len(made) == 1:
-            return made[0], None, None
-        return as_results(made, self._keeps_rest, out)
+            tensors.append(out)
+        return as_results(self.run([*map(address_of, tensors)]), self._keeps_rest, out)
 
 
 def named(x: Operands, update: CacheUpdate, start: Tensor, counts: bool) -> dict[str, Tensor]:
