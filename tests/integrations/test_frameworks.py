@@ -10,7 +10,6 @@ import pytest
 from heedful import integrations
 
 FRAMEWORKS = ("transformers", "diffusers")
-HERE = ("transformers",)
 
 
 def test_nothing_is_imported_until_asked():
@@ -30,7 +29,7 @@ def test_the_table_names_each_framework_with_its_version_and_range():
         assert (each.first, each.last) == integrations.TESTED[name]
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_framework_that_is_not_installed_is_named_with_its_extra(name):
     code = (
         "import importlib.metadata as m, sys\n"

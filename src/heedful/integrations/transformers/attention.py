@@ -71,7 +71,7 @@ def attention(
         "causal": causal,
         "window_size": window,
         "softcap": softcap or 0.0,
-        "sink": None if s_aux is None else s_aux.float(),
+        "sink": s_aux,
     }
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
@@ -116,8 +116,8 @@ def _given(q, k, v, lengths: tuple, dropout: float, how: dict, others: dict) -> 
         _flat(q),
         _flat(k),
         _flat(v),
-        cu_q.int(),
-        cu_k.int(),
+        cu_q,
+        cu_k,
         q.shape[0] * q.shape[1] if longest_q is None else longest_q,
         k.shape[0] * k.shape[1] if longest_k is None else longest_k,
         dropout,
@@ -139,7 +139,7 @@ def paged(q, k, v, cu_k: Tensor, how: dict, others: dict) -> Tensor:
         others["v_cache"],
         k,
         v,
-        cache_seqlens=lengths.int(),
+        cache_seqlens=lengths,
         block_table=others["block_table"],
         **how,
     )

@@ -29,7 +29,7 @@ def attention_weights(
         scores = scores.masked_fill(~sees, float("-inf"))
     lse = scores.logsumexp(-1, keepdim=True)
     if how["sink"] is not None:
-        lse = torch.logaddexp(lse, how["sink"].view(1, -1, 1, 1))
+        lse = torch.logaddexp(lse, how["sink"].float().view(1, -1, 1, 1))
     return (scores - lse).exp().nan_to_num(0.0).to(q.dtype)
 
 
