@@ -339,7 +339,8 @@ def probabilities(
         s, slope_of_cap = adjust_scores(s, distance, b_tile, head, params.mods)
         p = exponential(s - lse, IS_EXACT)
     else:
-        p = tl.exp2(tl.fma(s, head.scale * LOG2E, -lse))
+        # ptxas: Triton 3.6 makes 0 - lse of -lse, which is an instruction of its own.
+        p = tl.exp2(tl.fma(s, head.scale * LOG2E, lse * -1.0))
     if IS_MASKED:
         p = tl.where(visible(rows, cols, distance, place, head, params.mask), p, 0.0)
     return p, slope_of_cap
