@@ -27,6 +27,7 @@ CASES = [
     Case(heads_q=4, causal=True, varlen="qk", dropout_p=0.2, alibi="h", lse_grad=False),
     Case(heads_q=4, causal=True, bias="bqk", bias_dtype="bool", sink=True),
     Case(varlen="qk", bias="qk", bias_dtype="bool", used="qk"),
+    Case(used="qk", leftpad_k=True, causal=True, heads_q=4, bias="k"),
     Case(dtype="bfloat16", heads_q=4, causal=True, sink=True, sink_dtype="bfloat16"),
     Case(varlen="q", page_size=8, window=(9, 3), softcap=2.0),
     Case(used="k", page_size=4, backward=False, causal=True, seqlen_q=2),

@@ -25,6 +25,7 @@ CASES = [
     ),
     Case(varlen="qk", batch=3, causal=True, used="qk"),
     Case(bias="qk", bias_dtype="bool"),
+    Case(used="qk", leftpad_k=True),
     Case(dtype="bfloat16", sink=True, sink_dtype="bfloat16"),
 ]
 

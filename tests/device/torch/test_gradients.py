@@ -29,6 +29,13 @@ CASES = [
     ),
     Case(dtype="float16", head_dim=64, bias="bqk", bias_dtype="bool", causal=True),
     Case(dtype="float16", head_dim=64, varlen="qk", index_dtype="int64", batch=3, causal=True),
+    *variants(
+        Case(dtype="bfloat16", head_dim=64, used="qk", leftpad_k=True, causal=True, heads_q=4),
+        used=["q", "k", ""],
+        leftpad_k=[False],
+        dtype=["float16"],
+        head_dim=[128],
+    ),
     Case(dtype="bfloat16", head_dim=64, sink=True, sink_dtype="bfloat16", causal=True),
     Case(dtype="float16", head_dim=64, varlen="qk", used="qk", batch=3, causal=True),
     Case(dtype="float16", head_dim=64, varlen="q", page_size=16, used="k", batch=3),

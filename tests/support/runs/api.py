@@ -14,6 +14,9 @@ from heedful.reference.convert import as_numpy, operands_as_numpy
 from support.problems.budget import DRAWS, Error, Results, assert_sound, over_budget
 from support.problems.cases import Built
 
+# The lengths that dense calls take.
+LENGTHS = ("seqused_q", "seqused_k", "leftpad_k")
+
 
 def dense() -> Any:
     """Small q, k and v with two query heads a KV head, and values of another head dim."""
@@ -89,6 +92,7 @@ def call(built: Built, leaves: dict[str, Tensor], **more) -> Any:
     }
     q, k, v = (leaves[name] for name in "qkv")
     if not problem.varlen_q:
+        keywords |= {name: getattr(x, name) for name in LENGTHS}
         return heedful.flash_attn_func(q, k, v, **(keywords | more))
     keywords |= {name: getattr(x, name) for name in ("block_table", "seqused_q", "seqused_k")}
     bounds = (x.cu_seqlens_q, x.cu_seqlens_k, problem.seqlen_q, problem.seqlen_k)
@@ -97,11 +101,14 @@ def call(built: Built, leaves: dict[str, Tensor], **more) -> Any:
 
 def is_cache_call(built: Built) -> bool:
     """Whether the case is one for flash_attn_with_kvcache."""
-    x = built.x
-    cache_only = (x.kv_batch_idx, x.leftpad_k, x.tree_mask)
-    dense_used = x.cu_seqlens_q is None and (x.seqused_k is not None or built.problem.page_size)
-    only = any(t is not None for t in cache_only) or built.problem.quantized_kv
-    return only or bool(dense_used)
+    x, case, problem = built.x, built.case, built.problem
+    if x.kv_batch_idx is not None or x.tree_mask is not None or problem.quantized_kv:
+        return True
+    if problem.varlen_q or problem.page_size:
+        return not problem.varlen_q
+    has_lengths = x.seqused_k is not None or x.leftpad_k is not None
+    dense_only = case.backward or case.bias or case.dropout_p > 0 or x.seqused_q is not None
+    return has_lengths and not dense_only
 
 
 def _slopes(built: Built) -> Tensor | None:

@@ -30,6 +30,8 @@ def keywords_of(built: Built) -> dict[str, Any]:
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table")
         given |= {name: getattr(x, name) for name in names}
         given |= {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}
+    else:
+        given |= {name: getattr(x, name) for name in api.LENGTHS}
     return given
 
 

@@ -10,7 +10,7 @@ import heedful.jax
 from heedful.reference.convert import as_numpy
 from support.problems.budget import Results
 from support.problems.cases import Built
-from support.runs.api import is_cache_call
+from support.runs.api import LENGTHS, is_cache_call
 from support.runs.jax_backend import as_array, as_tensor
 
 LEAVES = ("q", "k", "v", "bias", "sink")
@@ -99,6 +99,7 @@ def call(built: Built, x: dict[str, Any], **more) -> Any:
     }
     keywords |= {name: x.get(name) for name in ("q_descale", "k_descale", "v_descale")}
     if not problem.varlen_q:
+        keywords |= {name: x.get(name) for name in LENGTHS}
         return heedful.jax.flash_attn_func(x["q"], x["k"], x["v"], **(keywords | more))
     keywords |= {name: x.get(name) for name in ("block_table", "seqused_q", "seqused_k")}
     bounds = x["cu_seqlens_q"], x.get("cu_seqlens_k"), problem.seqlen_q, problem.seqlen_k

@@ -472,10 +472,17 @@ def check_results(problem: AttentionProblem, dout, dlse, out, lse) -> None:
 
 
 def check_packed(
-    cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_q, seqused_k
+    packed: bool, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, leftpad_k
 ) -> None:
-    """ValueError for an argument that packed sequences alone have, where cu_seqlens_q is None."""
-    for name, value in locals().items():
+    """ValueError for an argument that a call has which packs its sequences, where this one does
+    not, or the other way round."""
+    if packed:
+        if leftpad_k is not None:
+            raise ValueError("leftpad_k must be None beside cu_seqlens_q, got one")
+        return
+    alone = {"cu_seqlens_k": cu_seqlens_k, "block_table": block_table}
+    alone |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    for name, value in alone.items():
         if value is not None:
             raise ValueError(f"cu_seqlens_q must be given with {name}, got None")
 

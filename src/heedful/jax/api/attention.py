@@ -27,6 +27,9 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
+    leftpad_k: Array | None = None,
     bias: Array | None = None,
     sink: Array | None = None,
     s_aux: Array | None = None,
@@ -61,6 +64,11 @@ def flash_attn_func(
             diagonal| (Press et al. 2022).
         deterministic: the gradients are equal bit for bit from run to run.
         return_attn_probs: for tests: also return the probabilities, see below.
+        seqused_q: int32 or int64 (batch,): how many queries of its row a sequence uses. The others
+            are never read; they give 0, lse -inf and no gradient. Masks align with what is used.
+        seqused_k: int32 or int64 (batch,): how many keys of its row a sequence uses, from leftpad_k
+            on; all by default. The others are never read, and have a gradient of 0.
+        leftpad_k: int32 or int64 (batch,): where in its row the keys of a sequence begin.
         bias: float, broadcastable to (batch, heads_q, seqlen_q, seqlen_k); differentiable. Or bool:
             True where a query sees a key. A call makes it a bias of 16 bits, in memory of its own.
         sink: float (heads_q,), a logit that takes part in every softmax without a value
@@ -112,6 +120,9 @@ def flash_attn_func(
         bias=bias,
         alibi_slopes=alibi_slopes,
         sink=one_sink(sink, s_aux, learnable_sink),
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        leftpad_k=leftpad_k,
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,

@@ -27,6 +27,7 @@ def attention_backward(
     block_table: Array | None = None,
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
+    leftpad_k: Array | None = None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -56,8 +57,8 @@ def attention_backward(
         out: what the call returned.
         lse: the log-sum-exp that it returned, float32.
         dlse: the gradient by lse, float32, as lse; None is zero.
-        cu_seqlens_q: says that sequences are packed; cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            block_table, seqused_q and seqused_k come with it alone.
+        cu_seqlens_q: says that sequences are packed; cu_seqlens_k, max_seqlen_q, max_seqlen_k and
+            block_table come with it alone, leftpad_k without it.
         dropout_seed: needed where dropout_p > 0: the seed that the call had.
         bias_grad: whether the gradient of a bias is computed; one of bool has none.
 
@@ -68,10 +69,10 @@ def attention_backward(
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    if cu_seqlens_q is None:
-        check_packed(cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_q, seqused_k)
+    packed = cu_seqlens_q is not None
+    check_packed(packed, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, leftpad_k)
     options = Options(
-        kind="dense" if cu_seqlens_q is None else "varlen",
+        kind="varlen" if packed else "dense",
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         dropout_p=dropout_p,
@@ -95,6 +96,7 @@ def attention_backward(
         cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
+        leftpad_k=leftpad_k,
         block_table=block_table,
     )
     saved = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}

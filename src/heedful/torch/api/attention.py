@@ -36,6 +36,9 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
     bias: Tensor | None = None,
     sink: Tensor | None = None,
     s_aux: Tensor | None = None,
@@ -72,6 +75,11 @@ def flash_attn_func(
         deterministic: the gradients are equal bit for bit from run to run; implied by
             torch.use_deterministic_algorithms.
         return_attn_probs: for tests: also return the probabilities, see below.
+        seqused_q: int32 or int64 (batch,): how many queries of its row a sequence uses. The others
+            are never read; they give 0, lse -inf and no gradient. Masks align with what is used.
+        seqused_k: int32 or int64 (batch,): how many keys of its row a sequence uses, from leftpad_k
+            on; all by default. The others are never read, and have a gradient of 0.
+        leftpad_k: int32 or int64 (batch,): where in its row the keys of a sequence begin.
         bias: float, broadcastable to (batch, heads_q, seqlen_q, seqlen_k); differentiable. Or bool:
             True where a query sees a key. A call makes it a bias of 16 bits, in memory of its own.
         sink: float (heads_q,), a logit that takes part in every softmax without a value
@@ -133,6 +141,7 @@ def flash_attn_func(
         and q_descale is None
         and k_descale is None
         and v_descale is None
+        and seqused_q is seqused_k is leftpad_k is None
     ):
         x = (Operands if dispatched else new_operands)(
             q=q,
@@ -141,6 +150,9 @@ def flash_attn_func(
             bias=bias,
             alibi_slopes=alibi_slopes,
             sink=sink,
+            seqused_q=seqused_q,
+            seqused_k=seqused_k,
+            leftpad_k=leftpad_k,
             q_descale=q_descale,
             k_descale=k_descale,
             v_descale=v_descale,

@@ -42,6 +42,7 @@ def attention_backward(
     block_table: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -72,8 +73,8 @@ def attention_backward(
         out: what the call returned.
         lse: the log-sum-exp that it returned, float32.
         dlse: the gradient by lse, float32, as lse; None is zero.
-        cu_seqlens_q: says that sequences are packed; cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            block_table, seqused_q and seqused_k come with it alone.
+        cu_seqlens_q: says that sequences are packed; cu_seqlens_k, max_seqlen_q, max_seqlen_k and
+            block_table come with it alone, leftpad_k without it.
         dropout_seed: needed where dropout_p > 0: the seed that the call had.
         bias_grad: whether the gradient of a bias is computed; one of bool has none.
 
@@ -94,12 +95,11 @@ def attention_backward(
     if deterministic is False and are_deterministic_algorithms_enabled():
         deterministic = True
     packed = cu_seqlens_q is not None
+    check_packed(packed, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, leftpad_k)
     if packed:
         lengths = max_seqlen_q, max_seqlen_k
         if max_seqlen_q.__class__ is not int or max_seqlen_k.__class__ is not int:
             max_seqlen_q, max_seqlen_k = plain_lengths(lengths, q, k, bias, block_table)
-    else:
-        check_packed(cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_q, seqused_k)
     options = (Options if dispatched else new_options)(
         kind="varlen" if packed else "dense",
         max_seqlen_q=max_seqlen_q,
@@ -125,6 +125,7 @@ def attention_backward(
         cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
+        leftpad_k=leftpad_k,
         block_table=block_table,
     )
     saved = dout, dlse, out, lse

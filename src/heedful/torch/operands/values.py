@@ -7,6 +7,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from heedful.core.call.arguments import argument_name
 from heedful.core.call.operands import Operands
 from heedful.core.call.problem import AttentionProblem
 
@@ -29,7 +30,7 @@ def check_values(x: Operands, problem: AttentionProblem, kind: str) -> None:
         with torch.cuda.device(x.q.device):
             refuse_capture(torch.cuda.is_current_stream_capturing())
     if x.leftpad_k is not None and problem.total_k is None:
-        check_range("cache_leftpad", x.leftpad_k, 0, problem.seqlen_k)
+        check_range(argument_name("leftpad_k", kind), x.leftpad_k, 0, problem.seqlen_k)
     for side, tokens, longest in (
         ("q", problem.total_q, problem.seqlen_q),
         ("k", problem.total_k, problem.seqlen_k),

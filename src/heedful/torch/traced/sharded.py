@@ -35,6 +35,7 @@ _OF_ANY = {
     "probs": "bh--",
 }
 _DENSE = {"q": "b-h-", "k": "b-h-", "v": "b-h-", "out": "b-h-", "lse": "bh-", **_OF_ANY}
+_DENSE |= {"seqused_q": "b", "seqused_k": "b", "leftpad_k": "b"}
 # Tokens of all sequences, or pages of keys.
 _PACKED = {"q": "-h-", "k": "--h-", "v": "--h-", "out": "-h-", "lse": "h-", **_OF_ANY}
 # These are broadcast where a dim has one element.
@@ -128,7 +129,8 @@ class Spread:
 
     def local(self, name: str, tensor: Any) -> Any:
         """This rank's part of an operand, or of a result. Raises TypeError or ValueError."""
-        if tensor is None or (name in _SAME and not isinstance(tensor, self._tensor)):
+        is_same = name in _SAME and name not in self._labels
+        if tensor is None or (is_same and not isinstance(tensor, self._tensor)):
             return tensor
         public = argument_name(name, self._kind)
         self._check_type(public, tensor)

@@ -51,6 +51,21 @@ DENSE = [
         seqlen_k=[0],
     ),
     Case(bias="qk", bias_dtype="bfloat16"),
+    *variants(
+        Case(used="qk", leftpad_k=True, causal=True, heads_q=4, sink=True),
+        dtype=["bfloat16"],
+        used=["q", "k", ""],
+        leftpad_k=[False],
+        bias=["bhqk"],
+        dropout_p=[0.3],
+        alibi=["h"],
+        window=[(9, 3)],
+        lens_k=[(0, 53), (0, 0)],
+        lens_q=[(0, 37)],
+        index_dtype=["int64"],
+        seqlen_q=[1],
+        backward=[False],
+    ),
     Case(sink=True, sink_dtype="bfloat16", dtype="bfloat16", causal=True),
     Case(sink=True, sink_dtype="float16", dtype="float16", head_dim=64),
 ]
@@ -123,10 +138,10 @@ def sayable(case: Case) -> Case:
     if case.varlen and (case.page_size or case.varlen == "qk"):
         packed = "qk" if "k" in case.varlen or "k" not in case.used else "q"
         return replace(case, varlen=packed, kv_batch_idx=False, leftpad_k=False, tree_mask=False)
-    used = "k" if "k" in case.used else ""
-    case = replace(case, varlen="", used=used)
-    if not (used or case.page_size or case.kv_batch_idx or case.leftpad_k or case.tree_mask):
+    case = replace(case, varlen="")
+    if not (case.page_size or case.kv_batch_idx or case.tree_mask):
         return case
+    case = replace(case, used="k" if "k" in case.used else "")
     return replace(case, dropout_p=0.0, return_probs=False, bias="", backward=False)
 
 

@@ -43,6 +43,7 @@ PACKED = [
     Case(varlen="q", page_size=7, used="k", batch=3),
     Case(varlen="qk", batch=3, bias="bqk", bias_dtype="bool"),
     Case(varlen="qk", batch=3, index_dtype="int64", used="qk"),
+    Case(used="qk", leftpad_k=True, causal=True),
     Case(dtype="bfloat16", sink=True, sink_dtype="bfloat16"),
 ]
 
@@ -178,6 +179,8 @@ BAD: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     "dropout_seed": (ValueError, {"dropout_p": 0.5}),
     "cu_seqlens_q": (ValueError, {"cu_seqlens_k": BOUNDS}),
     "cu_seqlens_q ": (ValueError, {"max_seqlen_q": 3}),
+    "leftpad_k": (ValueError, {"cu_seqlens_q": BOUNDS, "leftpad_k": BOUNDS[:2]}),
+    "seqused_k": (ValueError, {"seqused_k": torch.tensor([3, 8])}),
     "max_seqlen_q": (TypeError, {"cu_seqlens_q": BOUNDS}),
     "bias": (ValueError, {"bias": torch.randn(3, 7)}),
     "backend": (ValueError, {"backend": "hopper"}),

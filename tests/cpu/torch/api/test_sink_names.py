@@ -61,16 +61,16 @@ def test_a_compiled_call_takes_them_and_their_gradients_come_back():
 
 def test_the_gradients_of_a_call_take_them():
     out, lse = heedful.flash_attn_func(*BATCH, sink=SINK, return_lse=True)
-    dsinks = [
-        heedful.attention_backward(out, *BATCH, out, lse, **{name: SINK}).dsink
-        for name in ("sink", *OTHERS)
-    ]
+    backward: Any = heedful.attention_backward
+    dsinks = [backward(out, *BATCH, out, lse, **{name: SINK}).dsink for name in ("sink", *OTHERS)]
     assert torch.equal(dsinks[0], dsinks[1]) and torch.equal(dsinks[0], dsinks[2])
 
 
 def test_jax_takes_them():
     jax = pytest.importorskip("jax")
-    import heedful.jax as hj
+    import heedful.jax
+
+    hj: Any = heedful.jax
 
     q, k, v = (jax.numpy.asarray(t.numpy()) for t in BATCH)
     sink, starts = jax.numpy.asarray(SINK.numpy()), jax.numpy.asarray(CU.numpy())

@@ -321,10 +321,11 @@ def assert_passed(passed_on, function, given: dict[str, Any], *wanted) -> None:
 
 def test_every_argument_of_a_dense_call_reaches_its_place(passed_on):
     more = {"out": "its out", "dropout_seed": "its seed"}
-    given = {**QKV, **COMMON, **KEYWORDS, **MORE, **more}
+    lengths = {name: f"its {name}" for name in ("seqused_q", "seqused_k", "leftpad_k")}
+    given = {**QKV, **COMMON, **KEYWORDS, **MORE, **lengths, **more}
     options = Options("dense", **COMMON, **KEYWORDS)
     ends = "its out", "its seed"
-    wanted = [*QKV.values(), Operands(**QKV, **MORE), options, *ends]
+    wanted = [*QKV.values(), Operands(**QKV, **MORE, **lengths), options, *ends]
     assert_passed(passed_on, heedful.flash_attn_func, given, *wanted)
     for name, value in MORE.items():
         wanted[3:] = Operands(**QKV, **{name: value}), Options("dense"), None, None
