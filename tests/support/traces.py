@@ -34,5 +34,6 @@ def traced(values: tuple[int, ...], compute) -> tuple:
 
 
 def lines(trace: Trace) -> list[tuple[str | None, str]]:
-    """What a trace has noted."""
-    return trace._lines
+    """The numbers that a trace has named, then its guards."""
+    guards = [(None, code if truth else f"not {code}") for code, truth in trace._asked.items()]
+    return [*((number.code, code) for code, number in trace._named.items()), *guards]

@@ -479,7 +479,7 @@ def launched(made: Program, names: list[str], device: str) -> list[str]:
     addresses = [4096 * (i + 1) for i in range(len(names))]
     with standin.gpu(device) as gpu:
         numbers = [numbers_of(call) for call in made.calls]
-        grids = tuple([number for own in numbers for number in changing(own)])
+        grids = tuple([own[index] for own in numbers for index in changing(own)])
         run = ProgramKind(made, by_name(device).arch, 0, names, numbers).bind(grids)
         run(addresses, 0)
     for launch in gpu.launches:

@@ -149,9 +149,8 @@ class Trace:
 
     def __init__(self):
         self._inputs: list[str] = []
+        # Numbers by their code, and guards with their answers, in order.
         self._named: dict[str, Symbol] = {}
-        # Lines in order: (name, code) gives a number its name, (None, code) is a guard.
-        self._lines: list[Line] = []
         self._asked: dict[str, bool] = {}
         self._functions: dict[str, Callable] = {}
 
@@ -170,7 +169,6 @@ class Trace:
         if found is None:
             name = f"t{len(self._named)}"
             found = self._named[code] = Symbol(self, value, name, step)
-            self._lines.append((name, code))
         return found
 
     def guard(self, code: str, truth: bool) -> bool:
@@ -178,7 +176,6 @@ class Trace:
         before = self._asked.get(code)
         if before is None:
             self._asked[code] = truth
-            self._lines.append((None, code if truth else f"not {code}"))
         elif before is not truth:
             raise AssertionError(f"{code} was {before} before")
         return truth
@@ -214,8 +211,6 @@ class Trace:
 
 # Inputs and named numbers, as a trace calls them.
 _NAME = re.compile(r"\b[it]\d+\b")
-# The name that it assigns, None for a guard; code.
-Line = tuple[str | None, str]
 Answer = Callable[[Sequence[int]], tuple[Any, tuple] | None]
 
 
@@ -250,9 +245,8 @@ class _Branch:
 
     def __init__(self, trace: Trace, before: str, outputs: Iterable[Any]):
         self.inputs, self.before, self.outputs = trace._inputs, before, outputs
-        self.steps = {name: code for name, code in trace._lines if name is not None}
-        asked = [code for name, code in trace._lines if name is None]
-        self.guards = [(code.removeprefix("not "), code[:4] != "not ") for code in asked]
+        self.steps = {number.code: code for code, number in trace._named.items()}
+        self.guards = [*trace._asked.items()]
 
 
 _OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", "<=": ">", ">": "<=", ">=": "<"}

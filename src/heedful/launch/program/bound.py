@@ -75,7 +75,7 @@ class KernelKind:
         # the map in the buffer, and of the address that it is encoded from.
         self.maps = [(places[name], offsets[name], word) for name, word in words.items()]
         self.layout = artifact.parameter_bytes, pointers, [offset for _, offset, _ in self.maps]
-        places_of = {index: begin + n for n, index in enumerate(_changing(numbers))}
+        places_of = {index: begin + n for n, index in enumerate(changing(numbers))}
         fields, image = [], bytearray(end)
         for offset, kind, index in _fields(call, artifact):
             if index in places_of:
@@ -135,7 +135,8 @@ class Together:
             for at, kernel in enumerate(kernels)
             for number, (index, offset, _) in enumerate(kernel.maps)
         ]
-        self.pick = _getter([index for _, _, index, _ in self.maps])
+        # One more: of one place, itemgetter would give no tuple.
+        self.pick = itemgetter(*[index for _, _, index, _ in self.maps], 0)
         self.refill, self.parts = _refiller([kernel.layout for kernel in kernels])
         self.pool: list[Slots] = []
 
@@ -263,14 +264,9 @@ def numbers_of(call: KernelCall) -> list[Any]:
     return settled(numbers)
 
 
-def changing(numbers: Sequence[Any]) -> list[Any]:
-    """The grid, and those of a kernel's numbers that differ between calls of its case. The rest is
-    packed
-    once: each value takes its time."""
-    return [numbers[index] for index in _changing(numbers)]
-
-
-def _changing(numbers: Sequence[Any]) -> list[int]:
+def changing(numbers: Sequence[Any]) -> list[int]:
+    """Where the grid is, and those of a kernel's numbers that differ between calls of its case. The
+    rest is packed once: each value takes its time."""
     return [i for i, number in enumerate(numbers) if i < _DIMS or isinstance(number, Symbol)]
 
 
@@ -358,11 +354,3 @@ def _refiller(
         scope[f"pack_{at}"] = struct.Struct(layout).pack_into
         calls.append(f"pack_{at}(buffers[{at}], 0{values})")
     return evaluated.function("buffers, rest, addresses, maps", calls, scope), parts
-
-
-def _getter(indices: list[int]):
-    """Picks items as a sequence, one item or none included."""
-    if len(indices) > 1:
-        return itemgetter(*indices)
-    begin = indices[0] if indices else 0
-    return itemgetter(slice(begin, begin + len(indices)))

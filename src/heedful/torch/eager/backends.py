@@ -136,24 +136,22 @@ class GpuRunner:
     """Runs Triton and Gluon programs, for one set of lengths of a kind. Programs are bound on first
     use, one per layout of the tensors that the caller chooses after planning (out)."""
 
-    __slots__ = (
-        *("case", "_into_given", "_is_known", "_like", "_numbers", "_sizes", "pick", "run"),
-    )
+    __slots__ = ("case", "pick", "run", "_into_given", "_is_known", "_like", "_numbers", "_sizes")
 
-    def __init__(self, case: PlannedCase, numbers, like, sizes: Sequence[int]):
+    def __init__(
+        self, case: PlannedCase, numbers, like, sizes: Sequence[int], is_known: bool = False
+    ):
         """like: a problem from which lengths alone tell this one. sizes: what these change of the
-        operands. numbers: what the case makes of both."""
+        operands. numbers: what the case makes of both. is_known: whether they came before."""
         self.case, self._numbers, self._like, self._sizes = case, numbers, like, sizes
         self.pick = case.pick
         self.run: Run | None = None  # as of a Case, once lengths have come again
         self._into_given: dict[tuple, Run | None] | None = None
-        self._is_known = False  # whether they came before
+        self._is_known = is_known
 
     def at(self, numbers: Sequence[Any], sizes: Sequence[int], comes_again: bool) -> "GpuRunner":
         """That of other lengths of the same case. comes_again: whether they came before."""
-        made = GpuRunner(self.case, numbers, self._like, sizes)
-        made._is_known = comes_again
-        return made
+        return GpuRunner(self.case, numbers, self._like, sizes, comes_again)
 
     @property
     def problem(self) -> AttentionProblem:
@@ -194,15 +192,13 @@ class GpuRunner:
             return made[0], None, None
         return as_results(made, self._like.keeps_rest)
 
-    def bind(self, out: torch.Tensor | None = None) -> None:
+    def bind(self) -> None:
         """Compiles, loads and keeps the forward, for a caller that writes something before it
         runs."""
-        if out is not None:
-            self._bound_into(out, comes_again=True)
-        elif self.run is None:
+        if self.run is None:
             self.run, self._is_known = self.case.bind(self._numbers), True
 
-    def _bound_into(self, out: torch.Tensor, comes_again: bool = False) -> Run:
+    def _bound_into(self, out: torch.Tensor) -> Run:
         """The forward into memory that lies like this, kept if it comes again."""
         key = (out.stride(), out.data_ptr() % 16)
         if self._into_given is None:
@@ -210,8 +206,7 @@ class GpuRunner:
         found = self._into_given.get(key)
         if found is None:
             case, numbers = self._into(out)
-            comes_again = comes_again or key in self._into_given
-            if not comes_again:
+            if key not in self._into_given:
                 self._into_given[key] = None
                 return partial(case.once, numbers)
             found = self._into_given[key] = case.bind(numbers)
@@ -254,12 +249,6 @@ class GpuRunner:
             return None
         return latest[1].at(numbers, tensors, once)
 
-    def keep_backward(self, run: Backward, tensors, has_dlse: bool) -> None:
-        """Makes a backward on these operands and the rest the last one, if it can be found again
-        without a look at anything else."""
-        if isinstance(run, GpuBackward) and run.kinds:
-            self.case.latest[has_dlse] = Likeness(tensors, run.kinds), run
-
 
 class GatheredBackward:
     """The backward of a plan whose keys lie in pages, on dense copies of them."""
@@ -287,7 +276,7 @@ class GpuBackward:
     16 bytes, or have gradients besides dq, dk and dv. copied: names of those that are.
     """
 
-    __slots__ = (*("copied", "kinds", "_cases", "_has_dsink", "_pick", "_run", "_sizes"),)
+    __slots__ = ("copied", "kinds", "_cases", "_has_dsink", "_pick", "_run", "_sizes")
 
     def __init__(self, plan: Plan, kinds: Kinds, x: Operands, out, lse, dout, dlse):
         """kinds: of backwards of the forward's case."""
@@ -334,8 +323,7 @@ class GpuBackward:
         aligned = all([own.aligned for own in kind[2:]])
         is_simple = aligned and not self.copied and len(names) == 3
         self.kinds = kind[2:] if is_simple else ()
-        ranks = [tensor.dim() for tensor in given.values()]
-        self._sizes = Sizes(_LENGTHS, ranks, kind[2:])
+        self._sizes = Sizes(_LENGTHS, [*given.values()], kind[2:])
 
     def at(
         self, lengths: Sequence[int], tensors: Sequence[torch.Tensor], once: bool

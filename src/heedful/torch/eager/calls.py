@@ -310,8 +310,7 @@ class LatestKind:
         self._kind, self._packs = kind, packs.backends()
         self._likeness = Likeness(values, kinds)
         self._calls: dict[tuple[int, ...], Call | None] = {}
-        ranks = [tensor.dim() for tensor in self._likeness.pick(values)]
-        self._sizes = Sizes(2, ranks, kinds)
+        self._sizes = Sizes(2, self._likeness.pick(values), kinds)
 
     def find(self, values: Sequence[Any], longest: Sequence[Any], how) -> _Found:
         """The call of operands of this kind, and their addresses; None if they are not, or are of

@@ -32,14 +32,11 @@ class CpuRunner:
         """Maximum and sum of every row, float32, laid out as lse."""
         return on_own_thread(self._forward.statistics, self.plan.problem, x)
 
-    def bind(self, out: torch.Tensor | None = None) -> None:
+    def bind(self) -> None:
         """There is nothing to compile."""
 
     def backward_like(self, tensors: Sequence[torch.Tensor], has_dlse: bool, once: bool) -> None:
         """There is nothing to find again."""
-
-    def keep_backward(self, run: Backward, tensors, has_dlse: bool) -> None:
-        """Nor to keep."""
 
     def backward_of(self, x: Operands, out, lse, dout, dlse=None) -> Backward:
         """The backward on tensors laid out like these."""

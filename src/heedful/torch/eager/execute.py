@@ -107,6 +107,7 @@ class Case:
         zeroed = [w for w in program.workspaces if w.zeroed]
         others = [w for w in program.workspaces if not w.zeroed]
         self._order = [*given, *made, *(workspace.name for workspace in (*others, *zeroed))]
+        first = len(self.outputs)
         # The index of the places of regions among the numbers; their size follows.
         self.scratch, self.zeroed = (self._region(regions) for regions in (others, zeroed))
         self._leaves_zeros = all(w.left_zero for w in zeroed)
@@ -115,13 +116,12 @@ class Case:
         self._end = len(self.outputs)
         self._numbers = [numbers_of(call) for call in program.calls]
         for numbers in self._numbers:
-            self.outputs += changing(numbers)
+            self.outputs += [numbers[index] for index in changing(numbers)]
         self._loaded: ProgramKind | None = None
         # Where they are the same for all calls.
-        places = self.places(settled(self.outputs))
-        within = [place for own, size in filter(None, places) for place in (*own, size)]
-        moves = any([isinstance(place, Symbol) for place in within])
-        self._places: tuple[Region, Region] | None = None if moves else places
+        settles = settled(self.outputs)
+        moves = any([isinstance(place, Symbol) for place in settles[first : self._end]])
+        self._places: tuple[Region, Region] | None = None if moves else self.places(settles)
         self._limit = settings.get("workspace_limit")
 
     def _region(self, workspaces: list) -> slice | None:

@@ -131,12 +131,12 @@ class Sizes:
 
     __slots__ = ("_pick", "_strided")
 
-    def __init__(self, before: int, ranks: Sequence[int], kinds: Sequence[ArrayKind]):
-        """before: how many numbers come first. ranks: of the tensors. kinds: theirs."""
+    def __init__(self, before: int, tensors: Sequence[Tensor], kinds: Sequence[ArrayKind]):
+        """before: how many numbers come first. tensors: some of these kinds."""
         places, end = [*range(before)], before
         strided = [not kind.dense for kind in kinds]
         self._strided = strided if any(strided) else None
-        for rank, kind in zip(ranks, kinds, strict=True):
+        for rank, kind in zip(map(Tensor.dim, tensors), kinds, strict=True):
             places += range(end, end + kind.moving)
             end += rank
             if not kind.dense:

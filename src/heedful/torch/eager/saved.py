@@ -16,7 +16,7 @@ from heedful.core.call.arguments import Options
 from heedful.core.call.operands import Gradients, Operands
 from heedful.torch.base.dispatch import Likeness, check_bare, is_bare
 from heedful.torch.base.forked import on_own_thread
-from heedful.torch.eager.backends import Backward, GpuBackward
+from heedful.torch.eager.backends import GpuBackward
 from heedful.torch.eager.execute import address_of
 from heedful.torch.operands.adapt import Step, adapt, adaptations, dense_rows
 
@@ -34,17 +34,13 @@ class _Layout(NamedTuple):
 
     like: Likeness | None
     steps: tuple[Step, ...]
-    run: Backward
+    run: Any  # a Backward, of a layout that is kept
     is_plain: bool
     on: Callable[[list[int]], Gradients] | None
 
 
-def _gone(*_) -> Gradients:
-    raise AssertionError("a layout that came once is not kept")
-
-
 # In place of a layout that came once.
-_ONCE = _Layout(None, (), _gone, True, None)
+_ONCE = _Layout(None, (), None, True, None)
 
 
 class Backwards:
@@ -217,12 +213,13 @@ class Backwards:
         steps = adaptations(x, problem)
         dense = dense_rows(out), lse.contiguous()
         run = self._runner.backward_of(adapt(x, steps), *dense, dout, dlse)
-        is_plain = not steps and dense[0] is out and lse.is_contiguous()
-        if is_plain:
-            given = tensors if dlse is None else (*tensors, dlse)
-            self._runner.keep_backward(run, given, dlse is not None)
-        is_on = is_plain and isinstance(run, GpuBackward) and not run.copied
-        on = run.on if is_on else None
+        is_plain, on = not steps and dense[0] is out and lse.is_contiguous(), None
+        if is_plain and isinstance(run, GpuBackward):
+            on = None if run.copied else run.on
+            if run.kinds:
+                # It can be found again by lengths alone.
+                like = Likeness(tensors if dlse is None else (*tensors, dlse), run.kinds)
+                self._runner.case.latest[dlse is not None] = like, run
         return _Layout(Likeness(tensors), steps, run, is_plain, on)
 
 

@@ -309,9 +309,6 @@ class Made:
     def backward_like(self, tensors, has_dlse, once):
         """None is known by lengths alone."""
 
-    def keep_backward(self, run, tensors, has_dlse):
-        pass
-
     def backward_of(self, *given):
         number = len(self.made)
         self.made.append(given)

@@ -51,14 +51,13 @@ def test_calls_are_within_the_budget(case):
 def test_a_forward_that_was_bound_ahead_is_not_bound_again():
     """By a caller that writes to a cache first: what cannot be compiled fails before that."""
     built = build(replace(BASE, backward=False))
-    out = torch.empty_like(built.x.q)
     with standin.gpu() as gpu:
         runner = backends.prepare(built.problem, built.x, None)
-        runner.bind(out)
+        runner.bind()
         loaded = len(gpu.loads)
         assert loaded and not gpu.launches
-        runner.bind(out)
-        runner.forward(built.x, out)
+        runner.bind()
+        runner.forward(built.x)
         assert len(gpu.loads) == loaded and gpu.launches
 
 
