@@ -26,7 +26,7 @@ HOST = (
     *("torch/cpu_runner", "torch/kinds", "torch/kvcache", "torch/saved", "torch/zeros"),
 )
 # Lines of code in all of them: 2,678 at 9738b06, 2,822 at 5337018.
-MOST_LINES = 2425
+MOST_LINES = 2400
 # What a call passes besides: the public functions, and pure functions of what the calls are of.
 BESIDE = {
     *("core/conditions", "core/preferences", "core/splits", "launch/packs"),

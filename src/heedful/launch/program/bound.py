@@ -239,8 +239,7 @@ class ProgramKind:
             return _nothing
         kind = self._together.get(busy)
         if kind is None:
-            kind = Together([*compress(self._kernels, busy)])
-            kind = self._together.setdefault(busy, kind)
+            kind = self._together.setdefault(busy, Together([*compress(self._kernels, busy)]))
         return BoundProgram(kind, numbers).run
 
     def run(self, numbers: Sequence[int | float], addresses: Sequence[int], stream: int) -> None:

@@ -71,8 +71,7 @@ def same_metadata(tensors: Sequence[Tensor], moving: Sequence[int] | None = None
     guards = TensorGuards(*unique, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     if len(indices) == len(tensors):
         return guards.check
-    repeats = [(index, first[id(tensor)]) for index, tensor in enumerate(tensors)]
-    repeats = [(index, other) for index, other in repeats if index != other]
+    repeats = [(i, first[id(t)]) for i, t in enumerate(tensors) if first[id(t)] != i]
     # One more: of one place, itemgetter would give no tuple.
     pick, check = itemgetter(*indices, indices[0]), guards.check
 

@@ -29,14 +29,7 @@ from heedful.torch.base.dispatch import Likeness
 from heedful.torch.base.forked import check_device
 from heedful.torch.eager.cpu_runner import Backward, CpuRunner
 from heedful.torch.eager.execute import Case, Run, address_of, as_results
-from heedful.torch.eager.kinds import (
-    Kinds,
-    Sizes,
-    at_lengths,
-    of_call,
-    of_tensor,
-    with_numbers,
-)
+from heedful.torch.eager.kinds import Kinds, Sizes, at_lengths, of_call, of_tensor, with_numbers
 from heedful.torch.eager.pages import backward_of_pages
 from heedful.torch.operands.adapt import is_mappable
 
@@ -281,9 +274,8 @@ class GpuBackward:
     def __init__(self, plan: Plan, kinds: Kinds, x: Operands, out, lse, dout, dlse):
         """kinds: of backwards of the forward's case."""
         device = x.q.device
-        mapped = (
-            () if "unaligned" in plan.variant_of("backward").features else ("q", "k", "v", "dout")
-        )
+        features = plan.variant_of("backward").features
+        mapped = () if "unaligned" in features else ("q", "k", "v", "dout")
         rows = {"q": x.q, "k": x.k, "v": x.v, "dout": dout}
         self.copied = tuple(name for name in mapped if not is_mappable(rows[name]))
         x, dout = self._mappable(x, dout)

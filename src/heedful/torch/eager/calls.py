@@ -172,9 +172,7 @@ class Call:
         more = self.steps or self.casts or self.dropout or self.checks or self.wanting
         self.plain = not more
         self.results = results_of(options)
-        self.on = None
-        if self.plain and not (on_cpu or self.wants_grad):
-            self.on = self.runner.on
+        self.on = self.runner.on if self.plain and not (on_cpu or self.wants_grad) else None
         self.backwards: Backwards | None = None
         if problem.needs_grad:
             saved = x if x.seed is not None else x._replace(seed=given.seed)

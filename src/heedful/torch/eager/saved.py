@@ -39,10 +39,6 @@ class _Layout(NamedTuple):
     on: Callable[[list[int]], Gradients] | None
 
 
-# In place of a layout that came once.
-_ONCE = _Layout(None, (), None, True, None)
-
-
 class Backwards:
     """The backward of one kind of call: one for each layout of what autograd gives it."""
 
@@ -168,7 +164,8 @@ class Backwards:
         slot = dlse is not None
         layout = self._like_others(tensors, dlse)
         if layout is not None:
-            self._latest[slot] = layout if layout.like else _ONCE
+            # One that came once is not kept.
+            self._latest[slot] = layout if layout.like else layout._replace(run=None, on=None)
             return layout
         key = (slot, *[_key(tensor) for tensor in tensors])
         layout = self._layouts.get(key)

@@ -66,10 +66,8 @@ _of_stream: dict[tuple[int, int], Zeros] = {}
 def of_stream(device: torch.device, stream: int, align: int) -> Zeros:
     """Those of a GPU's stream, which is current."""
     key = (device.index, stream)
-    zeros = _of_stream.get(key)
-    if zeros is None:
-        zeros = _of_stream.setdefault(key, Zeros(align, lambda: unpooled(REGION_BYTES, device)))
-    return zeros
+    found = _of_stream.get(key)
+    return found or _of_stream.setdefault(key, Zeros(align, lambda: unpooled(REGION_BYTES, device)))
 
 
 class Lasting:
@@ -123,10 +121,7 @@ _lasting: dict[int | None, Lasting] = {}
 
 def lasting(device: torch.device, align: int) -> Lasting:
     """Those of a GPU."""
-    found = _lasting.get(device.index)
-    if found is None:
-        found = _lasting.setdefault(device.index, Lasting(align))
-    return found
+    return _lasting.get(device.index) or _lasting.setdefault(device.index, Lasting(align))
 
 
 def finish(device: torch.device) -> None:
