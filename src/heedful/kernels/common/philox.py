@@ -41,3 +41,22 @@ def origin_of(dropout):
         return b, h, tl.load(place + 2).to(tl.int32), tl.load(place + 3).to(tl.int32)
     else:
         return dropout.origin_b, dropout.origin_h, dropout.origin_m, dropout.origin_n
+
+
+@triton.jit
+def kept_quads(dropout, quads, rows, head, batch, zeros):
+    """Which scores of four neighbouring keys are kept, as four int8 tensors shaped like `zeros`.
+    quads: the first key of each four; rows: query rows; both broadcast, and have the origin added.
+    """
+    key0, key1 = seed_words(dropout.seed)
+    w0, w1, w2, w3 = philox_words(
+        zeros + (quads.to(tl.uint32) >> 2),
+        zeros + rows.to(tl.uint32),
+        zeros + head.to(tl.uint32),
+        zeros + batch.to(tl.uint32),
+        key0,
+        key1,
+    )
+    threshold = dropout.threshold.to(tl.uint32)
+    k0, k1 = (w0 < threshold).to(tl.int8), (w1 < threshold).to(tl.int8)
+    return k0, k1, (w2 < threshold).to(tl.int8), (w3 < threshold).to(tl.int8)

@@ -93,22 +93,22 @@ def store_ds(shared, ds_NJ, visit, lane, params, CONSUMER: gl.constexpr):
 @gluon.jit
 def step(
     shared,
+    made,
     visit,
-    queued,
-    dk,
-    dv,
+    number,
     blocks,
     params,
     tile,
-    number,
     k_stage,
     lane,
     CONSUMER: gl.constexpr,
     MASKED: gl.constexpr,
     LAST: gl.constexpr,
 ):
-    """One visit, whose probabilities are there. Unless LAST, it also computes the probabilities of
-    the next visit, which has this number in the work tile and a mask if MASKED. Its five products:
+    """One visit. made: (its probabilities, dK, dV), which is also what it returns.
+
+    Unless LAST, the returned probabilities are those of the next visit, which has this number in
+    the work tile and a mask if MASKED. Its five products:
 
         S^T = K Q^T    of the next visit
         dP^T = V dO^T
@@ -116,6 +116,7 @@ def step(
         dK += dS^T Q
         dQ += dS K     by another warpgroup (dq/warpgroup.py), from `store_ds`
     """
+    queued, dk, dv = made
     dtype: gl.constexpr = shared.k.dtype
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     operand: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
@@ -184,22 +185,22 @@ def backward_mainloop(shared, visit, blocks, params, tile, kv_count, CONSUMER: g
     lane = lane_place()
     last = end - 1
     number = first
+    made = queued, dk, dv
+    stage = k_state.index
     while number < last:
         # Visits with a mask are outside of the loop.
         run = full_run(blocks, number + 1, last)
         for _ in range(run):
             number += 1
-            queued, dk, dv = step(
+            made = step(
                 shared,
+                made,
                 visit,
-                queued,
-                dk,
-                dv,
+                number,
                 blocks,
                 params,
                 tile,
-                number,
-                k_state.index,
+                stage,
                 lane,
                 CONSUMER,
                 False,
@@ -208,38 +209,23 @@ def backward_mainloop(shared, visit, blocks, params, tile, kv_count, CONSUMER: g
             visit += 1
         if run == 0:
             number += 1
-            queued, dk, dv = step(
+            made = step(
                 shared,
+                made,
                 visit,
-                queued,
-                dk,
-                dv,
+                number,
                 blocks,
                 params,
                 tile,
-                number,
-                k_state.index,
+                stage,
                 lane,
                 CONSUMER,
                 True,
                 False,
             )
             visit += 1
-    queued, dk, dv = step(
-        shared,
-        visit,
-        queued,
-        dk,
-        dv,
-        blocks,
-        params,
-        tile,
-        last,
-        k_state.index,
-        lane,
-        CONSUMER,
-        False,
-        True,
+    _queued, dk, dv = step(
+        shared, made, visit, last, blocks, params, tile, stage, lane, CONSUMER, False, True
     )
     barrier.arrive_after_mma(shared.k_empty.index(k_state.index))
     return dk, dv, visit + 1

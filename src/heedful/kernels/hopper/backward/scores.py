@@ -9,7 +9,7 @@ keys (64), J pairs of neighbouring queries.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.common.philox import origin_of, philox_words, seed_words
+from heedful.kernels.common.philox import kept_quads, origin_of
 from heedful.kernels.hopper.backward.mask import hide_queries
 from heedful.kernels.hopper.backward.tile import query_tile
 from heedful.kernels.hopper.sm90.mma import ROWS
@@ -34,24 +34,12 @@ def keep_tile(dropout, tile, head, row, col, p_NM):
     N: gl.constexpr = p_NM.shape[0]
     M: gl.constexpr = p_NM.shape[1]
     counters: gl.constexpr = counters_layout(M)
-    key0, key1 = seed_words(dropout.seed)
     origin_b, origin_h, origin_m, origin_n = origin_of(dropout)
     quad_N = gl.arange(0, N // 4, layout=gl.SliceLayout(1, counters)) * 4 + (col + origin_n)
     row_M = gl.arange(0, M, layout=gl.SliceLayout(0, counters)) + (row + origin_m)
     zero_NM = gl.zeros([N // 4, M], gl.uint32, counters)
-    w0, w1, w2, w3 = philox_words(
-        zero_NM + (quad_N.to(gl.uint32) >> 2)[:, None],
-        zero_NM + row_M.to(gl.uint32)[None, :],
-        zero_NM + (head + origin_h).to(gl.uint32),
-        zero_NM + (tile.batch + origin_b).to(gl.uint32),
-        key0,
-        key1,
-    )
-    threshold = dropout.threshold.to(gl.uint32)
-    k0 = (w0 < threshold).to(gl.int8)
-    k1 = (w1 < threshold).to(gl.int8)
-    k2 = (w2 < threshold).to(gl.int8)
-    k3 = (w3 < threshold).to(gl.int8)
+    head, batch = head + origin_h, tile.batch + origin_b
+    k0, k1, k2, k3 = kept_quads(dropout, quad_N[:, None], row_M[None, :], head, batch, zero_NM)
     # join adds an innermost axis, so [.., x, y] holds word 2 * x + y.
     keep = gl.join(gl.join(k0, k2), gl.join(k1, k3)).permute((0, 2, 3, 1)).reshape([N, M])
     return gl.convert_layout(keep, p_NM.type.layout) != 0

@@ -6,7 +6,7 @@ M query rows, N keys.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.common.philox import origin_of, philox_words, seed_words
+from heedful.kernels.common.philox import kept_quads, origin_of
 
 
 @gluon.constexpr_function
@@ -24,25 +24,13 @@ def keep_tile(dropout, tile, row, col, M: gl.constexpr, N: gl.constexpr, layout:
     """Which scores of rows from `row` on and keys from `col` on are kept: one counter for
     4 keys."""
     quads: gl.constexpr = quads_layout(M, N)
-    key0, key1 = seed_words(dropout.seed)
     origin_b, origin_h, origin_m, origin_n = origin_of(dropout)
     rows_M = gl.arange(0, M, layout=gl.SliceLayout(1, quads)) + (row + origin_m)
     quad_N = gl.arange(0, N // 4, layout=gl.SliceLayout(0, quads)) * 4 + (col + origin_n)
     zero_MN = gl.zeros([M, N // 4], gl.uint32, quads)
-    w0, w1, w2, w3 = philox_words(
-        zero_MN + (quad_N.to(gl.uint32) >> 2)[None, :],
-        zero_MN + rows_M.to(gl.uint32)[:, None],
-        zero_MN + (tile.head + origin_h).to(gl.uint32),
-        zero_MN + (tile.batch + origin_b).to(gl.uint32),
-        key0,
-        key1,
-    )
-    threshold = dropout.threshold.to(gl.uint32)
+    head, batch = tile.head + origin_h, tile.batch + origin_b
     # Only bytes change the layout; the words themselves would be four times as much data.
-    k0 = (w0 < threshold).to(gl.int8)
-    k1 = (w1 < threshold).to(gl.int8)
-    k2 = (w2 < threshold).to(gl.int8)
-    k3 = (w3 < threshold).to(gl.int8)
+    k0, k1, k2, k3 = kept_quads(dropout, quad_N[None, :], rows_M[:, None], head, batch, zero_MN)
     # join adds an innermost axis, so [.., x, y] holds word 2 * x + y.
     keep_MN = gl.join(gl.join(k0, k2), gl.join(k1, k3)).reshape([M, N])
     return gl.convert_layout(keep_MN, layout) != 0
