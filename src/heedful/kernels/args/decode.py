@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from heedful.kernels.args.kinds import Const, InOut, Num, Out, Ptr
-from heedful.kernels.args.portable import AppendIO, Quantization, Rotary
+from heedful.kernels.args.portable import CacheAppend
 from heedful.kernels.args.shared import Descales, KVLayout, Mask, ScoreMods, Sequences, Shape
 
 
@@ -80,26 +80,6 @@ class DecodeTile(NamedTuple):
     V_IN_K: Const
 
 
-class DecodeAppend(NamedTuple):
-    """New rows that a decode writes into the cache before its attention, see split_kv/append.py.
-    The count for each sequence is in `Sequences`. If there are rotary tables, keys and queries are
-    rotated.
-
-    io: seqused and leftpad_k are None in it, since `Sequences` has them. advance: 1 if each query
-    has its own position, 0 if all have that of the first new row. ROWS: rows that are written at
-    once, of BLOCK_D and BLOCK_E columns. Written operands come last, because a launch from JAX
-    needs them there.
-    """
-
-    rotary: Rotary
-    io: AppendIO
-    quantization: Quantization
-    advance: Num
-    ROWS: Const
-    BLOCK_D: Const
-    BLOCK_E: Const
-
-
 class DecodeParams(NamedTuple):
     """The groups of the portable decode beside its arrays. FETCH_AHEAD: how many key tiles ahead
     rows are prefetched to the L2 cache; 0 for no prefetch."""
@@ -111,6 +91,6 @@ class DecodeParams(NamedTuple):
     cache: KVLayout
     descales: Descales
     work: DecodeWork
-    append: DecodeAppend
+    append: CacheAppend
     tile: DecodeTile
     FETCH_AHEAD: Const

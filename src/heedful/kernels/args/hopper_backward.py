@@ -132,3 +132,15 @@ class BackwardEpilogueIO(NamedTuple):
     partials: In[Ptr]
     dk: Out[Rows]
     dv: Out[Rows]
+
+
+class BackwardEpilogueTile(NamedTuple):
+    """BLOCK_M, BLOCK_N: tiles that sequences are rounded up to in the sums. D, E: columns of the
+    results. BLOCK_D, BLOCK_E: columns of the sums."""
+
+    BLOCK_M: Const
+    BLOCK_N: Const
+    D: Const
+    BLOCK_D: Const
+    E: Const
+    BLOCK_E: Const

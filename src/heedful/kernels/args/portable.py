@@ -188,6 +188,35 @@ class Rotary(NamedTuple):
     IS_INTERLEAVED: Const
 
 
+class CacheTile(NamedTuple):
+    """HEAD_DIM, HEAD_DIM_V: of keys and values. BLOCK_M, BLOCK_N: rows of queries and of new keys
+    that are written at once. BLOCK_D, BLOCK_E: powers of two, at least the head dims."""
+
+    HEAD_DIM: Const
+    HEAD_DIM_V: Const
+    BLOCK_M: Const
+    BLOCK_N: Const
+    BLOCK_D: Const
+    BLOCK_E: Const
+
+
+class CacheAppend(NamedTuple):
+    """New rows that a kernel writes into the cache. If there are rotary tables, keys and queries
+    are rotated.
+
+    A decode writes them before its attention, see split_kv/append.py. The count for each sequence
+    is in `Sequences` then, and so io has no seqused and leftpad_k. advance: 1 if each query has its
+    own position, 0 if all have that of the first new row. Written operands come last, because a
+    launch from JAX needs them there.
+    """
+
+    rotary: Rotary
+    io: AppendIO
+    quantization: Quantization
+    advance: Num
+    tile: CacheTile
+
+
 class BiasShape(NamedTuple):
     """The shape of a bias. Each size is 1, which broadcasts, or that of the scores."""
 

@@ -6,7 +6,8 @@ from heedful.core.call.problem import ITEM_BITS, AttentionProblem
 from heedful.core.planning.plan import Plan
 from heedful.core.planning.sizes import Sizes
 from heedful.core.registry.tiles import MERGE_ROWS, DecodeConfig, pow2
-from heedful.kernels.args.decode import DecodeAppend, DecodeParams, DecodeTile, DecodeWork
+from heedful.kernels.args.decode import DecodeParams, DecodeTile, DecodeWork
+from heedful.kernels.args.portable import CacheAppend
 from heedful.kernels.args.shared import ForwardIO, KVLayout
 from heedful.launch.bind import groups, split_kv
 from heedful.launch.bind.groups import Buffers
@@ -39,7 +40,7 @@ def decode_call(
     plan: Plan,
     sizes: Sizes,
     buffers: Buffers,
-    append: DecodeAppend | None = None,
+    append: CacheAppend | None = None,
 ) -> KernelCall:
     """The kernel, over all sequences or over those that the plan says are short. append: what goes
     into the cache first."""
@@ -64,7 +65,7 @@ def decode_call(
             cache=_cache(problem, buffers, append is not None),
             descales=groups.descales(problem, buffers),
             work=_work(problem, plan, config, buffers, launch.numbers),
-            append=append or absent(DecodeAppend),
+            append=append or absent(CacheAppend),
             tile=_tile(problem, config),
             FETCH_AHEAD=config.fetch_ahead,
         ),

@@ -15,6 +15,7 @@ from heedful.core.registry.tiles import (
 from heedful.kernels.args.hopper import VarlenIO, VarlenSizes
 from heedful.kernels.args.hopper_backward import (
     BackwardEpilogueIO,
+    BackwardEpilogueTile,
     BackwardPrologueIO,
     FarRowsIO,
     HopperBackwardIO,
@@ -188,12 +189,14 @@ def _epilogue_call(
         seqs=groups.sequences(problem, buffers),
         sizes=_sizes(problem, buffers),
         **{"k_blocks": None, **_splits(buffers)},
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        D=problem.head_dim,
-        BLOCK_D=product_dim(problem.head_dim),
-        E=problem.head_dim_v,
-        BLOCK_E=product_dim(problem.head_dim_v),
+        tile=BackwardEpilogueTile(
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            D=problem.head_dim,
+            BLOCK_D=product_dim(problem.head_dim),
+            E=problem.head_dim_v,
+            BLOCK_E=product_dim(problem.head_dim_v),
+        ),
     )
 
 

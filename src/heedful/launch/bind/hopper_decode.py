@@ -7,12 +7,12 @@ from heedful.core.registry.tiles import (
     HopperDecodeConfig,
     pow2,
 )
-from heedful.kernels.args.decode import DecodeAppend
 from heedful.kernels.args.hopper_decode import (
     HopperDecodeAppend,
     HopperDecodeIO,
     HopperDecodeTile,
 )
+from heedful.kernels.args.portable import CacheAppend
 from heedful.launch.bind import groups, split_kv
 from heedful.launch.bind.groups import Buffers
 from heedful.launch.bind.hopper import key_map
@@ -39,7 +39,7 @@ def decode_call(
     plan: Plan,
     sizes: Sizes,
     buffers: Buffers,
-    append: DecodeAppend | None = None,
+    append: CacheAppend | None = None,
 ) -> KernelCall:
     """The kernel, over all sequences or over those that the plan says are short. append: what goes
     into the cache first."""

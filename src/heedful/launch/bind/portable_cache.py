@@ -7,8 +7,15 @@ from heedful.core.call.quant import QUANT_MAX
 from heedful.core.planning.sizes import ceil_div
 from heedful.core.registry.tiles import RowsConfig, cache_rows, pow2
 from heedful.kernels.args import shared
-from heedful.kernels.args.decode import DecodeAppend
-from heedful.kernels.args.portable import AppendIO, GroupScale, Quantization, RotateIO, RowTiles
+from heedful.kernels.args.portable import (
+    AppendIO,
+    CacheAppend,
+    CacheTile,
+    GroupScale,
+    Quantization,
+    RotateIO,
+    RowTiles,
+)
 from heedful.launch.bind import groups
 from heedful.launch.bind.groups import Buffers, pointer, scalars, stored_keys
 from heedful.launch.bind.portable import kernel_call, shared_divisor
@@ -76,18 +83,17 @@ def ahead(
 
 def within_decode(
     buffers: Buffers, page_size: int, interleaved: bool, advance: bool, position0: int
-) -> DecodeAppend:
+) -> CacheAppend:
     """The same as a group of the decode kernel, which counts no lengths."""
     config, _, parameters = _appended(buffers, page_size)
-    return DecodeAppend(
+    # Most steps append one row.
+    rows = 1 if buffers["k_new"].shape[1] == 1 else config.rows
+    return CacheAppend(
         rotary=groups.rotary(buffers, interleaved, position0),
         io=parameters["new"]._replace(leftpad_k=None),
         quantization=parameters["quantization"],
         advance=Scalar(int(advance)),
-        # Most steps append one row.
-        ROWS=1 if buffers["k_new"].shape[1] == 1 else config.rows,
-        BLOCK_D=parameters["BLOCK_D"],
-        BLOCK_E=parameters["BLOCK_E"],
+        tile=parameters["tile"]._replace(BLOCK_N=rows),
     )
 
 
@@ -112,11 +118,7 @@ def _appended(buffers: Buffers, page_size: int) -> tuple[RowsConfig, int, dict[s
         "cache": groups.kv_layout(page_size, buffers, is_written=True),
         "quantization": quantization,
         "capacity": Scalar(stored_keys(buffers, page_size)),
-        "HEAD_DIM": dim,
-        "HEAD_DIM_V": dim_v,
-        "BLOCK_N": config.rows,
-        "BLOCK_D": pow2(dim),
-        "BLOCK_E": pow2(dim_v),
+        "tile": CacheTile(dim, dim_v, cache_rows(dim).rows, config.rows, pow2(dim), pow2(dim_v)),
     }
     return config, programs, parameters
 
@@ -146,8 +148,7 @@ def _quantization(buffers: Buffers) -> tuple[dict[str, shared.Descale], Quantiza
 
 def _rotated(buffers: Buffers, advance: bool) -> tuple[RowsConfig, int, dict[str, Any]]:
     """The same of queries, and of kernels that rotate them."""
-    dim = buffers["q"].shape[-1]
-    config = cache_rows(dim)
+    config = cache_rows(buffers["q"].shape[-1])
     divisor = shared_divisor(buffers, ("q", "rotated"))
     programs, tiles = _tiles(buffers["q"], config)
     parameters = {
@@ -158,9 +159,6 @@ def _rotated(buffers: Buffers, advance: bool) -> tuple[RowsConfig, int, dict[str
         ),
         "query_tiles": tiles,
         "advance": Scalar(int(advance)),
-        "HEAD_DIM": dim,
-        "BLOCK_M": config.rows,
-        "BLOCK_D": pow2(dim),
     }
     return config, programs, parameters
 

@@ -16,10 +16,11 @@ from heedful.core.registry.tiles import (
     MlaSwapConfig,
     SharedKeysConfig,
 )
-from heedful.kernels.args.decode import DecodeAppend, DecodeMerge, DecodeWork
+from heedful.kernels.args.decode import DecodeMerge, DecodeWork
 from heedful.kernels.args.hopper import KVRows
 from heedful.kernels.args.hopper_decode import HopperDecodeParams, HopperDecodeTile
 from heedful.kernels.args.mla import MlaSwapTile, MlaTile
+from heedful.kernels.args.portable import CacheAppend
 from heedful.launch.bind import groups, portable_cache
 from heedful.launch.bind.groups import Buffers, pointer
 from heedful.launch.bind.portable import clear_call
@@ -32,7 +33,7 @@ LOOKS = (32, 128, 512)
 # Makes the kernel's call: of a problem, its plan, its sizes, its arrays with scratch, and what goes
 # into the cache first.
 MakeCall = Callable[[AttentionProblem, Plan, Sizes, Buffers], KernelCall]
-MakeStep = Callable[[AttentionProblem, Plan, Sizes, Buffers, DecodeAppend], KernelCall]
+MakeStep = Callable[[AttentionProblem, Plan, Sizes, Buffers, CacheAppend], KernelCall]
 
 
 def with_scratch(buffers: Buffers, sizes: Sizes) -> Buffers:

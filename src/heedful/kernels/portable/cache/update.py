@@ -12,6 +12,8 @@ import triton.language as tl
 from heedful.kernels.args.kinds import Rows
 from heedful.kernels.args.portable import (
     AppendIO,
+    CacheAppend,
+    CacheTile,
     GroupScale,
     Quantization,
     Rotary,
@@ -91,23 +93,7 @@ def tile_of(task, tiles: RowTiles, ROWS: tl.constexpr):
 
 
 @triton.jit
-def append_rows(
-    row0,
-    low,
-    high,
-    b,
-    g,
-    io: AppendIO,
-    count,
-    cache: KVLayout,
-    rotary: Rotary,
-    quantization: Quantization,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+def append_rows(row0, low, high, b, g, append: CacheAppend, count, cache: KVLayout):
     """Copies rows [row0, row0 + ROWS) of k_new (B, S, G, D) and of v_new (B, S, G, E) into the
     caches, after the first cache_seqlens (B,) rows of each sequence. Keys are rotated if there are
     rotary tables. count: S. quantization: how the caches store values.
@@ -116,19 +102,26 @@ def append_rows(
     written outside of a sequence's rows [low, high), or to a page or batch entry that does not
     exist (`cache.entries`).
     """
+    DIM: tl.constexpr = append.tile.HEAD_DIM
+    DIM_V: tl.constexpr = append.tile.HEAD_DIM_V
+    ROWS: tl.constexpr = append.tile.BLOCK_N
+    BLOCK_D: tl.constexpr = append.tile.BLOCK_D
+    BLOCK_E: tl.constexpr = append.tile.BLOCK_E
     rows_N = row0 + tl.arange(0, ROWS)
-    start = tl.load(io.cache_seqlens + b)
+    start = tl.load(append.io.cache_seqlens + b)
     # Rows past the last one repeat it. They are never stored.
     place_N = tl.where(start < 0, -1, start + tl.minimum(rows_N, count - 1))
     exists_N = (rows_N < count) & (place_N >= low) & (place_N < high)
     place_N = tl.maximum(tl.minimum(place_N, high - 1), 0)
-    k_new = row_base(io.k_new, b, g, 0)
-    v_new = row_base(io.v_new, b, g, 0)
-    if rotary.cos is None:
-        k_ND = load_rows(k_new, io.k_new.stride_n, row0, count, HEAD_DIM, ROWS, BLOCK_D, True)
+    k_new = row_base(append.io.k_new, b, g, 0)
+    v_new = row_base(append.io.v_new, b, g, 0)
+    if append.rotary.cos is None:
+        k_ND = load_rows(k_new, append.io.k_new.stride_n, row0, count, DIM, ROWS, BLOCK_D, True)
     else:
-        k_ND = rotated_rows(k_new, io.k_new, row0, count, place_N, rotary, HEAD_DIM, ROWS, BLOCK_D)
-    v_NE = load_rows(v_new, io.v_new.stride_n, row0, count, HEAD_DIM_V, ROWS, BLOCK_E, True)
+        k_ND = rotated_rows(
+            k_new, append.io.k_new, row0, count, place_N, append.rotary, DIM, ROWS, BLOCK_D
+        )
+    v_NE = load_rows(v_new, append.io.v_new.stride_n, row0, count, DIM_V, ROWS, BLOCK_E, True)
     entry_N = tl.zeros([ROWS], tl.int64)
     if cache.table is not None:
         entry_N += tl.load(cache.table + b * cache.stride_tableb + place_N // cache.page_size)
@@ -139,89 +132,65 @@ def append_rows(
         entry_N += b
     exists_N &= (entry_N >= 0) & (entry_N < cache.entries)
     row_N = wide(place_N)
-    k = io.k.ptr + g * io.k.stride_h
-    v = io.v.ptr + g * io.v.stride_h
-    BYTES_D: tl.constexpr = stored_dims(HEAD_DIM, quantization.STORAGE)
-    BYTES_E: tl.constexpr = stored_dims(HEAD_DIM_V, quantization.STORAGE)
-    if quantization.STORAGE is not None:
+    k = append.io.k.ptr + g * append.io.k.stride_h
+    v = append.io.v.ptr + g * append.io.v.stride_h
+    BYTES_D: tl.constexpr = stored_dims(DIM, append.quantization.STORAGE)
+    BYTES_E: tl.constexpr = stored_dims(DIM_V, append.quantization.STORAGE)
+    if append.quantization.STORAGE is not None:
         places = entry_N, row_N, exists_N, b, g
         # Keys are rounded to their own dtype, as if they had been rotated before the call.
-        k_ND = k_ND.to(io.k_new.ptr.dtype.element_ty)
+        k_ND = k_ND.to(append.io.k_new.ptr.dtype.element_ty)
         k_ND = quantized(
-            k_ND, k, io.k_descale, quantization.k_groups, places, quantization, HEAD_DIM
+            k_ND,
+            k,
+            append.io.k_descale,
+            append.quantization.k_groups,
+            places,
+            append.quantization,
+            DIM,
         )
         v_NE = quantized(
-            v_NE, v, io.v_descale, quantization.v_groups, places, quantization, HEAD_DIM_V
+            v_NE,
+            v,
+            append.io.v_descale,
+            append.quantization.v_groups,
+            places,
+            append.quantization,
+            DIM_V,
         )
-    k_offsets_N = entry_N * io.k.stride_b + row_N * io.k.stride_n
-    v_offsets_N = entry_N * io.v.stride_b + row_N * io.v.stride_n
+    k_offsets_N = entry_N * append.io.k.stride_b + row_N * append.io.k.stride_n
+    v_offsets_N = entry_N * append.io.v.stride_b + row_N * append.io.v.stride_n
     scatter_rows(k, k_ND, k_offsets_N, exists_N, BYTES_D)
     scatter_rows(v, v_NE, v_offsets_N, exists_N, BYTES_E)
 
 
 @triton.jit
-def append_tile(
-    task,
-    io: AppendIO,
-    tiles: RowTiles,
-    cache: KVLayout,
-    rotary: Rotary,
-    quantization: Quantization,
-    capacity,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+def append_tile(task, append: CacheAppend, tiles: RowTiles, cache: KVLayout, capacity):
     """Appends a tile of new rows by `append_rows`. Stores in seqused (B,) the count of keys that a
     sequence has afterwards; 0 if its length is negative. capacity: rows of a sequence."""
-    row0, b, g = tile_of(task, tiles, BLOCK_N)
+    row0, b, g = tile_of(task, tiles, append.tile.BLOCK_N)
     if row0 + g == 0:
-        start = tl.load(io.cache_seqlens + b)
+        start = tl.load(append.io.cache_seqlens + b)
         used = start + tiles.seqlen
-        if io.leftpad_k is not None:
-            used -= tl.load(io.leftpad_k + b)
-        tl.store(io.seqused + b, tl.where(start < 0, 0, used))
-    append_rows(
-        row0,
-        0,
-        capacity,
-        b,
-        g,
-        io,
-        tiles.seqlen,
-        cache,
-        rotary,
-        quantization,
-        HEAD_DIM,
-        HEAD_DIM_V,
-        BLOCK_N,
-        BLOCK_D,
-        BLOCK_E,
-    )
+        if append.io.leftpad_k is not None:
+            used -= tl.load(append.io.leftpad_k + b)
+        tl.store(append.io.seqused + b, tl.where(start < 0, 0, used))
+    append_rows(row0, 0, capacity, b, g, append, tiles.seqlen, cache)
 
 
 @triton.jit
-def rotate_tile(
-    task,
-    io: RotateIO,
-    tiles: RowTiles,
-    rotary: Rotary,
-    advance,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+def rotate_tile(task, io: RotateIO, tiles: RowTiles, rotary: Rotary, advance, tile: CacheTile):
     """Stores a tile of rotated = q (B, S, H, D), with positions cache_seqlens + position0 + advance
     * row."""
-    row0, b, h = tile_of(task, tiles, BLOCK_M)
-    rows_M = tl.minimum(row0 + tl.arange(0, BLOCK_M), tiles.seqlen - 1)
+    DIM: tl.constexpr = tile.HEAD_DIM
+    M: tl.constexpr = tile.BLOCK_M
+    row0, b, h = tile_of(task, tiles, M)
+    rows_M = tl.minimum(row0 + tl.arange(0, M), tiles.seqlen - 1)
     places_M = tl.load(io.cache_seqlens + b) + advance * rows_M
     q = row_base(io.q, b, h, 0)
-    x_MD = rotated_rows(q, io.q, row0, tiles.seqlen, places_M, rotary, HEAD_DIM, BLOCK_M, BLOCK_D)
+    x_MD = rotated_rows(q, io.q, row0, tiles.seqlen, places_M, rotary, DIM, M, tile.BLOCK_D)
     rotated = row_base(io.rotated, b, h, 0)
-    store_rows(rotated, x_MD, io.rotated.stride_n, row0, tiles.seqlen, HEAD_DIM)
+    store_rows(rotated, x_MD, io.rotated.stride_n, row0, tiles.seqlen, DIM)
 
 
 @triton.jit
@@ -232,27 +201,15 @@ def append_keys(
     rotary: Rotary,
     quantization: Quantization,
     capacity,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    tile: CacheTile,
 ):
     """Each program appends one tile of new keys and values."""
-    task = tl.program_id(0)
     append_tile(
-        task,
-        new,
+        tl.program_id(0),
+        CacheAppend(rotary, new, quantization, 0, tile),
         new_tiles,
         cache,
-        rotary,
-        quantization,
         capacity,
-        HEAD_DIM,
-        HEAD_DIM_V,
-        BLOCK_N,
-        BLOCK_D,
-        BLOCK_E,
     )
 
 
@@ -268,31 +225,14 @@ def append_and_rotate(
     capacity,
     advance,
     appends,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    tile: CacheTile,
 ):
     """Each of the first `appends` programs appends one tile of new keys and values; each other
     program rotates one tile of queries. Neither kind needs the results of the other."""
     task = tl.program_id(0)
     if task < appends:
         append_tile(
-            task,
-            new,
-            new_tiles,
-            cache,
-            rotary,
-            quantization,
-            capacity,
-            HEAD_DIM,
-            HEAD_DIM_V,
-            BLOCK_N,
-            BLOCK_D,
-            BLOCK_E,
+            task, CacheAppend(rotary, new, quantization, 0, tile), new_tiles, cache, capacity
         )
     else:
-        task -= appends
-        rotate_tile(task, queries, query_tiles, rotary, advance, HEAD_DIM, BLOCK_M, BLOCK_D)
+        rotate_tile(task - appends, queries, query_tiles, rotary, advance, tile)

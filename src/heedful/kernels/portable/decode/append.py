@@ -13,24 +13,9 @@ def append_segment(segment, place, params):
     """Writes the new rows that belong to a segment."""
     new = new_rows(segment, params.append.io.cache_seqlens + place.b, params)
     if new.first < new.stop:
-        for row0 in range(new.first, new.stop, params.append.ROWS):
-            append_rows(
-                row0,
-                new.low,
-                new.high,
-                place.b,
-                place.g,
-                params.append.io,
-                params.seqs.new_k,
-                params.cache,
-                params.append.rotary,
-                params.append.quantization,
-                params.tile.HEAD_DIM,
-                params.tile.HEAD_DIM_V,
-                params.append.ROWS,
-                params.append.BLOCK_D,
-                params.append.BLOCK_E,
-            )
+        b, g, count = place.b, place.g, params.seqs.new_k
+        for row0 in range(new.first, new.stop, params.append.tile.BLOCK_N):
+            append_rows(row0, new.low, new.high, b, g, params.append, count, params.cache)
         # CDNA's barrier does not wait for stores. But the waves of a workgroup share one cache,
         # which their stores pass in order (the memory model of gfx942 in LLVM's AMDGPU guide).
         tl.debug_barrier()

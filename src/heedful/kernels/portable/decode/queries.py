@@ -6,8 +6,8 @@ Shapes: M rows (position, head of the KV head), D qk dim.
 import triton
 import triton.language as tl
 
-from heedful.kernels.args.decode import DecodeAppend
 from heedful.kernels.args.kinds import Rows
+from heedful.kernels.args.portable import CacheAppend
 from heedful.kernels.common.scores import HeadMods, descaled
 from heedful.kernels.portable.cache.rotary import rotated
 from heedful.kernels.portable.decode.cache import rest_words
@@ -32,7 +32,7 @@ def fitted(parts, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def query_columns(row_M, dims, exists_M, place_M, append: DecodeAppend, DIM: tl.constexpr):
+def query_columns(row_M, dims, exists_M, place_M, append: CacheAppend, DIM: tl.constexpr):
     """Columns `dims` of queries, rotated if the call has rotary tables. row_M: addresses of the
     rows. place_M: their positions in the cache."""
     ok_MD = exists_M[:, None] & (dims < DIM)[None, :]

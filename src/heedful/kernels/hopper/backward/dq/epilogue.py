@@ -9,7 +9,11 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from heedful.kernels.args.hopper_backward import BackwardEpilogueIO, HopperBackwardSizes
+from heedful.kernels.args.hopper_backward import (
+    BackwardEpilogueIO,
+    BackwardEpilogueTile,
+    HopperBackwardSizes,
+)
 from heedful.kernels.args.shared import Sequences
 from heedful.kernels.common.rows import row_base, store_rows, wide
 from heedful.kernels.common.sequences import sequence
@@ -38,12 +42,13 @@ def query_gradients(
     b,
     h,
     row0,
-    BLOCK_M: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    tile: BackwardEpilogueTile,
 ):
     """Stores dq of BLOCK_M rows of a query head. The sums are two shares: halves of 128 rows, or
     parts of the columns of 64 rows, each a power of two wide."""
+    D: tl.constexpr = tile.D
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_D: tl.constexpr = tile.BLOCK_D
     token, len_q, stored_q = sequence(b, seqs.cu_q, seqs.used_q, None, seqs.seqlen_q)
     if row0 >= stored_q:
         return
@@ -98,24 +103,21 @@ def key_gradients(
     row0,
     splits,
     partial_rows,
-    BLOCK_N: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    tile: BackwardEpilogueTile,
 ):
     """Stores dk and dv of 64 keys of a KV head."""
+    COLUMNS: tl.constexpr = tile.BLOCK_D + tile.BLOCK_E
     token, len_k, stored_k = sequence(b, seqs.cu_k, seqs.used_k, None, seqs.seqlen_k)
     if row0 >= stored_k:
         return
-    row = h * partial_rows + accum_begin(b, seqs.cu_k, seqs.seqlen_k, BLOCK_N) + row0
-    partial = io.partials + row * (BLOCK_D + BLOCK_E)
-    stride = wide(sizes.heads_k) * partial_rows * (BLOCK_D + BLOCK_E)
+    row = h * partial_rows + accum_begin(b, seqs.cu_k, seqs.seqlen_k, tile.BLOCK_N) + row0
+    partial = io.partials + row * COLUMNS
+    stride = wide(sizes.heads_k) * partial_rows * COLUMNS
     dv = row_base(io.dv, b, h, token), io.dv.stride_n
     dk = row_base(io.dk, b, h, token), io.dk.stride_n
-    store_sums(partial, splits, stride, dv, row0, len_k, stored_k, E, BLOCK_E)
-    partial += ROWS * BLOCK_E
-    store_sums(partial, splits, stride, dk, row0, len_k, stored_k, D, BLOCK_D)
+    store_sums(partial, splits, stride, dv, row0, len_k, stored_k, tile.E, tile.BLOCK_E)
+    partial += ROWS * tile.BLOCK_E
+    store_sums(partial, splits, stride, dk, row0, len_k, stored_k, tile.D, tile.BLOCK_D)
 
 
 @triton.jit
@@ -127,20 +129,13 @@ def backward_epilogue(
     k_blocks,
     splits,
     partial_rows,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    tile: BackwardEpilogueTile,
 ):
     """Stores dq (B, M, H, D) and, if visits are split, dk (B, N, G, D) and dv (B, N, G, E). Rows
     past the used length become zero.
 
     The grid has, for each sequence, one program for BLOCK_M rows of a query head, q_blocks of the
-    longest sequence; then, with splits, one for 64 keys of a KV head, k_blocks. BLOCK_M, BLOCK_N:
-    tiles that sequences are rounded up to. D, E: columns of the results. BLOCK_D, BLOCK_E: columns
-    of the sums.
+    longest sequence; then, with splits, one for 64 keys of a KV head, k_blocks.
     """
     # The launch begins early (KernelCall.programmatic). From here on, the sums are in memory.
     cuda.gdc_wait()
@@ -158,9 +153,7 @@ def backward_epilogue(
         pid -= of_queries
         h = wide(pid // k_blocks)
         row0 = pid % k_blocks * ROWS
-        key_gradients(
-            io, seqs, sizes, b, h, row0, splits, partial_rows, BLOCK_N, D, BLOCK_D, E, BLOCK_E
-        )
+        key_gradients(io, seqs, sizes, b, h, row0, splits, partial_rows, tile)
         return
     h = wide(pid // q_blocks)
-    query_gradients(io, seqs, sizes, b, h, pid % q_blocks * BLOCK_M, BLOCK_M, D, BLOCK_D)
+    query_gradients(io, seqs, sizes, b, h, pid % q_blocks * tile.BLOCK_M, tile)
