@@ -20,7 +20,7 @@ PART ?= host
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test jax-calls oldest-triton test-compilers test-integrations test-slow test-gpu test-random test-mutation lint format demo bench ab docs wheels test-install site hub workflows clean
+.PHONY: help set-up test jax-calls oldest-triton test-compilers test-integrations test-transformers test-slow test-gpu test-random test-mutation lint format demo bench ab docs wheels test-install site hub workflows clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -51,6 +51,9 @@ jax-calls:
 
 test-integrations: $(READY) ## all families of models in transformers and diffusers, compiled too (ARGS=)
 	$(RUN) pytest tests/integrations -n $(WORKERS) --dist worksteal --run-slow $(ARGS)
+
+test-transformers: $(READY) ## transformers' own tests of attention, with ours (ARGS=)
+	tools/their_tests.sh $(VENV) $(ARGS)
 
 test-slow: $(READY) ## every test, the long grids too
 	$(RUN) pytest -n $(WORKERS) --dist worksteal --run-slow $(ARGS)

@@ -18,8 +18,8 @@ from tests.support.integrations.language_models import (
 from tests.support.integrations.other_models import families, first_output
 
 MOST_APART = 2e-5
-# The others take the time of the whole file.
-SAMPLE = ("llama", "gpt_oss")
+# The others take a minute.
+SAMPLE = ("llama",)
 LANGUAGE = [
     family if family in SAMPLE else pytest.param(family, marks=pytest.mark.slow)
     for family in FAMILIES

@@ -1,0 +1,147 @@
+"""Transformers' own tests of attention implementations, over tiny models, with ours.
+
+They are in transformers' sdist: TRANSFORMERS_TESTS names the folder where it was unpacked, of the
+version that is installed (`make test-transformers`). Skipped without.
+"""
+
+import copy
+import os
+import sys
+import types
+import unittest
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from heedful.integrations.transformers import paths, reset_paths
+from heedful.integrations.transformers.attention import attention
+from heedful.integrations.transformers.masks import mask
+from tests.support.integrations.language_models import COMMON, FAMILIES, tokens
+from tests.support.integrations.other_models import drawn, families
+
+FOLDER = os.environ.get("TRANSFORMERS_TESTS", "")
+LANGUAGE = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+OTHERS = ("bert", "modernbert", "vit", "siglip_vision", "clip_vision")
+# Modules that their tests load, and that the sdist leaves out.
+LEFT_OUT = ("exporters", "exporters.test_export", "generation", "generation.test_utils")
+
+
+class _LeftOut(types.ModuleType):
+    """Has an empty class for every name."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+def _their_mixin() -> Any:
+    """ModelTesterMixin. Their package is called `tests`, as ours is, so ours steps aside."""
+    ours = {n: m for n, m in sys.modules.items() if n == "tests" or n.startswith("tests.")}
+    for name in ours:
+        del sys.modules[name]
+    theirs = types.ModuleType("tests")
+    theirs.__path__ = [os.path.join(FOLDER, "tests")]
+    sys.modules["tests"] = theirs
+    # Their marks are not among those that our configuration lists.
+    marks: Any = pytest.mark
+    strict, marks._config = marks._config, None
+    try:
+        for name in LEFT_OUT:
+            sys.modules[f"tests.{name}"] = _LeftOut(f"tests.{name}")
+        from tests.test_modeling_common import (  # pyright: ignore[reportMissingImports]
+            ModelTesterMixin,
+        )
+    finally:
+        marks._config = strict
+        for name in [n for n in sys.modules if n == "tests" or n.startswith("tests.")]:
+            del sys.modules[name]
+        sys.modules.update(ours)
+    return ModelTesterMixin
+
+
+class Tester:
+    """A model in the words of their tests."""
+
+    is_training, batch_size = True, 3
+
+    def __init__(self, family: str):
+        self.num_masks = self.mask_length = 0
+        if family in LANGUAGE:
+            name, own = FAMILIES[family]
+            short = name.removesuffix("Text")
+            self.classes = [getattr(hf, f"{name}Model"), getattr(hf, f"{short}ForCausalLM")]
+            self.config = getattr(hf, f"{name}Config")(**{**COMMON, **own})
+        else:
+            made = families()[family].make()
+            self.classes, self.config = [type(made)], made.config
+        ids = tokens()
+        self.inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        self.seq_length = ids.shape[1]
+        if hasattr(self.config, "patch_size"):
+            self.inputs = {"pixel_values": drawn(3, 3, 16, 16)}
+            # Patches, of which none is masked out, and a token of the class.
+            self.mask_length, self.seq_length = 16, 17
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        return copy.deepcopy(self.config), {n: x.clone() for n, x in self.inputs.items()}
+
+
+@contextmanager
+def in_place_of_sdpa() -> Iterator[None]:
+    """Models with `sdpa` run ours, also while they are told from those with eager attention."""
+    tables = (hf.AttentionInterface, attention), (hf.AttentionMaskInterface, mask)
+    kept = [table._global_mapping["sdpa"] for table, _ in tables]
+    for table, ours in tables:
+        table._global_mapping["sdpa"] = ours
+    try:
+        yield
+    finally:
+        for (table, _), theirs in zip(tables, kept, strict=True):
+            table._global_mapping["sdpa"] = theirs
+
+
+def _case(mixin: Any, family: str) -> Any:
+    """Their tests of one family, as a class whose tests are called by hand."""
+
+    class Case(mixin, unittest.TestCase):
+        has_attentions = True
+
+    case = Case()
+    case.model_tester = Tester(family)
+    case.all_model_classes = tuple(case.model_tester.classes)
+    return case
+
+
+if FOLDER:
+    MIXIN = _their_mixin()
+    MATCHES = sorted(n for n in dir(MIXIN) if n.startswith("test_eager_matches_sdpa_inference_"))
+else:
+    MIXIN, MATCHES = None, ["none"]
+    pytestmark = pytest.mark.skip(reason="TRANSFORMERS_TESTS names no sdist of transformers")
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("family", [*LANGUAGE, *OTHERS])
+def test_inference_equals_eager_as_that_of_flash_attention_must(family, padding):
+    reset_paths()
+    _case(MIXIN, family).flash_attn_inference_equivalence("heedful", padding)
+    assert paths()
+
+
+@pytest.mark.parametrize("name", MATCHES)
+@pytest.mark.parametrize("family", [*LANGUAGE, *OTHERS])
+def test_inference_equals_eager_as_that_of_sdpa_must(family, name):
+    reset_paths()
+    with in_place_of_sdpa():
+        try:
+            getattr(_case(MIXIN, family), name)()
+        except unittest.SkipTest as error:
+            pytest.skip(str(error))
+    assert paths()
