@@ -17,6 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST_BYTES = 2 * 10**6
+# Beside a torch that is installed, from files.
+MOST_SECONDS = 10.0
 # By extras what runs beside them: the modules that they bring, and commands.
 COMMANDS = (
     ("--version",),
@@ -94,7 +96,21 @@ def try_extra(extra: str, wheel: Path, folder: Path) -> None:
         for words in WITH_TORCH if "cpu" in names else COMMANDS:
             run(where / "bin" / "heedful", *words, where=folder)
         json.loads(run(python, "-I", "-m", "heedful", "doctor", "--json", where=folder))
+    if "cpu" in names:
+        again_from_files(f"{wheel}[{extra}]", pip, folder)
     say(f"[{extra}] in {seconds:.0f} s: well")
+
+
+def again_from_files(wheel: str, pip: tuple, folder: Path) -> None:
+    """Without a network: everything else is there."""
+    python, *_ = pip
+    run(python, "-m", "pip", "-q", "uninstall", "-y", "heedful", where=folder)
+    begun = time.perf_counter()
+    run(*pip, "--no-index", wheel, where=folder)
+    seconds = time.perf_counter() - begun
+    if seconds > MOST_SECONDS:
+        sys.exit(f"install: from files in {seconds:.1f} s, more than {MOST_SECONDS:g}")
+    say(f"from files, beside torch, in {seconds:.1f} s")
 
 
 def blocks(page: str) -> list[str]:
