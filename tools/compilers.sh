@@ -20,7 +20,12 @@ for version in 3.6.0 3.7.1 3.8.0 3.9.0; do
   fi
   folder=$(heedful toolchain path "$version")
   say "Triton $version"
+  picked=()
+  if [ "$version" != 3.9.0 ]; then
+    say "of it the tests of every Triton: the others plan kernels that need 3.9"
+    picked=(-m oldest_triton)
+  fi
   HEEDFUL_TRITON=$folder PYTHONPATH=src "$venv/bin/python" -m pytest -rs \
-    tests/compile tests/emulated/kernels "$@" || failed+=("$version")
+    tests/compile tests/emulated/kernels "${picked[@]}" "$@" || failed+=("$version")
 done
 if [ ${#failed[@]} -gt 0 ]; then say "failed: ${failed[*]}"; exit 1; fi
