@@ -128,7 +128,7 @@ class Roles:
             IS_UNIFORM=False,
             SKIPS_EMPTY=False,
             OVERHEAD=overhead,
-            FEWEST_PARTS=1,
+            FEWEST_SHARES=1,
             LOOKS=32,
         )
 

@@ -327,7 +327,7 @@ def _shared_keys(plan: "Plan", problem: AttentionProblem, kernel: str, evens: bo
     rows, units = (1, all_units) if problem.total_q is not None else (tiles, problem.batch)
     key_tiles = larger(1, ceil_div(problem.seqlen_k, config.block_n))
     parts = ceil_div(key_tiles, config.least_tiles)
-    parts = larger(parts, smaller(key_tiles, config.fewest_parts))
+    parts = larger(parts, smaller(key_tiles, config.fewest_shares))
     splits = asked_splits(problem, config.block_n)
     if splits:
         parts = smaller(parts, splits)

@@ -16,12 +16,12 @@ OPTIONS = {
     "hopper.forward": ("key_splits",),
     "decode.forward": (
         *("block_m", "block_n", "num_warps", "num_stages"),
-        *("least_tiles", "fewest_parts"),
+        *("least_tiles", "fewest_shares"),
         *("conversion", "programs", "registers", "merge_values", "merge_stages"),
         "fetch_ahead",
     ),
     "hopper_decode.forward": (
-        *("block_n", "num_stages", "least_tiles", "fewest_parts", "overhead"),
+        *("block_n", "num_stages", "least_tiles", "fewest_shares", "overhead"),
         *("programs", "registers", "producer_regs", "merge_values", "merge"),
     ),
     "mla_swap_ab.forward": (
@@ -138,7 +138,7 @@ def with_options(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionPr
             raise ValueError(f"backend: {name} must be 0 to {most}, got {made[name]}")
     for name in (
         *("programs", "merge_values", "merge_stages", "least_tiles", "num_stages"),
-        *("fewest_parts", "key_splits"),
+        *("fewest_shares", "key_splits"),
     ):
         value = made.get(name, 1)
         if value < 1 or value & (value - 1) and name == "merge_values":

@@ -337,7 +337,7 @@ def _decode(
     # Timed of bfloat16, D128, and taken for the others: eight parts of 1 x 1024 take 9.8 us, four
     # 10.8; of 1 x 2048 sixteen take 11.3, eight 11.1 (H200, 2026-11-26).
     fewest = 8 if archs == ("sm_90",) and max_dim <= 256 else 1
-    config = DecodeConfig(rows, *tile, fewest_parts=fewest, **how)
+    config = DecodeConfig(rows, *tile, fewest_shares=fewest, **how)
     return ConfigRow("decode.forward", archs, max_dim, config, measured, when)
 
 
@@ -348,7 +348,7 @@ def _hopper_decode(
     when: Callable[[AttentionProblem], bool] = always,
     **how,
 ) -> ConfigRow:
-    config = HopperDecodeConfig(64, keys, 4, stages, fewest_parts=8, **how)
+    config = HopperDecodeConfig(64, keys, 4, stages, fewest_shares=8, **how)
     return ConfigRow("hopper_decode.forward", ("sm_90",), max_dim, config, _H200_26, when)
 
 

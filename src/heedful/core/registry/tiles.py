@@ -67,13 +67,13 @@ class SharedKeysConfig(TileConfig):
     """A tile of a kernel whose programs share the keys of all sequences by themselves.
 
     programs: for each unit of the device. least_tiles: tiles of keys of a program at least, unless
-    a KV head then had fewer than `fewest_parts` programs. overhead: what a part costs beside its
+    a KV head then had fewer than `fewest_shares` programs. overhead: what a part costs beside its
     keys, in tiles of keys. merge_values: of all parts, that each thread merges at once.
     """
 
     programs: int = 2
     least_tiles: int = 4
-    fewest_parts: int = 1
+    fewest_shares: int = 1
     overhead: int = 0
     merge_values: int = 32
 

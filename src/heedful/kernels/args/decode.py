@@ -37,7 +37,7 @@ class DecodeWork(NamedTuple):
 
     IS_UNIFORM: all sequences are as long as their storage. SKIPS_EMPTY: sequences without keys have
     no work tiles, and the kernel clears their results separately; never set with packed queries.
-    OVERHEAD: the fixed cost of a segment, in key tiles. FEWEST_PARTS: the shares that a line is cut
+    OVERHEAD: the fixed cost of a segment, in key tiles. FEWEST_SHARES: shares that a line is cut
     into at least, if it has as many key tiles; they may be shorter than `least`. LOOKS: sequences
     that a program examines at once.
     """
@@ -50,7 +50,7 @@ class DecodeWork(NamedTuple):
     IS_UNIFORM: Const
     SKIPS_EMPTY: Const
     OVERHEAD: Const
-    FEWEST_PARTS: Const
+    FEWEST_SHARES: Const
     LOOKS: Const
 
 

@@ -92,8 +92,8 @@ def share_of(number, shares, first_B, looks_B, params):
                 is_empty_B = (length_B == 0) & (b0 + looks_B < params.shape.batch)
                 empty += tl.sum(is_empty_B.to(tl.int32), 0)
     least = params.work.least
-    if params.work.FEWEST_PARTS > 1:
-        least = tl.minimum(least, tl.maximum(tl.cdiv(total, params.work.FEWEST_PARTS), 1))
+    if params.work.FEWEST_SHARES > 1:
+        least = tl.minimum(least, tl.maximum(tl.cdiv(total, params.work.FEWEST_SHARES), 1))
     share = tl.maximum(tl.cdiv(total, shares), least)
     begin = tl.minimum(number * share, total)
     end = tl.minimum(begin + share, total)

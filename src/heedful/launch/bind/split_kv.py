@@ -121,7 +121,7 @@ def work(
         IS_UNIFORM=not any(name in buffers for name in names),
         SKIPS_EMPTY=clears_empty and skips_empty(problem, buffers),
         OVERHEAD=config.overhead,
-        FEWEST_PARTS=config.fewest_parts,
+        FEWEST_SHARES=config.fewest_shares,
         LOOKS=next((n for n in LOOKS if problem.batch <= n), LOOKS[-1]),
     )
 

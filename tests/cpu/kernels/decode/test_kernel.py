@@ -204,8 +204,8 @@ def test_padded_rows_take_no_share_of_the_keys(num_splits):
         (3, [0], []),
     ],
 )
-def test_a_short_line_has_the_fewest_parts_there_may_be(fewest, lengths, ends):
-    config = replace(TILES, least_tiles=4, fewest_parts=fewest)
+def test_a_short_line_has_the_fewest_shares_there_may_be(fewest, lengths, ends):
+    config = replace(TILES, least_tiles=4, fewest_shares=fewest)
     shares = dealt_out(lengths, 0, config)
     assert shares[shares[:, 1] > shares[:, 0], 1].tolist() == ends
 
@@ -213,7 +213,7 @@ def test_a_short_line_has_the_fewest_parts_there_may_be(fewest, lengths, ends):
 @interpreted
 @pytest.mark.parametrize("num_splits", (0, 3))
 def test_short_lines_in_many_parts_are_within_the_budget(num_splits):
-    config = replace(TILES, least_tiles=4, fewest_parts=8)
+    config = replace(TILES, least_tiles=4, fewest_shares=8)
     case = replace(PLAIN, used="k", batch=3, lens_k=(203, 0, 17))
     budget.run(Interpreted(num_splits, config), case)
 

@@ -387,7 +387,7 @@ def test_programs_of_decode_may_be_chosen_by_hand():
         by_name("H200"),
         backend=forced("decode/portable+programs=3+registers=168+merge_values=128"),
     )
-    said = "programs=3 fewest_parts=8 merge_values=128 conversion=2 registers=168 (chosen by hand)"
+    said = "programs=3 fewest_shares=8 merge_values=128 conversion=2 registers=168 (chosen by hand)"
     assert said in explain(chosen)
     usual = (
         plan(step, by_name("H200"), backend=forced("decode/portable"))
