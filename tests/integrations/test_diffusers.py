@@ -15,6 +15,8 @@ from diffusers.models import attention_dispatch as dispatch
 from heedful.integrations import diffusers as plug_in
 
 MOST_APART = 2e-5
+# Its names are found on first use, which type checkers do not see.
+models: Any = diffusers
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +36,7 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def flux() -> tuple[Any, dict]:
-    model = diffusers.FluxTransformer2DModel(
+    model = models.FluxTransformer2DModel(
         in_channels=8,
         num_layers=1,
         num_single_layers=1,
@@ -55,7 +57,7 @@ def flux() -> tuple[Any, dict]:
 
 
 def wan() -> tuple[Any, dict]:
-    model = diffusers.WanTransformer3DModel(
+    model = models.WanTransformer3DModel(
         patch_size=(1, 2, 2),
         num_attention_heads=2,
         attention_head_dim=12,
@@ -76,7 +78,7 @@ def wan() -> tuple[Any, dict]:
 
 
 def sd3() -> tuple[Any, dict]:
-    model = diffusers.SD3Transformer2DModel(
+    model = models.SD3Transformer2DModel(
         sample_size=16,
         patch_size=2,
         in_channels=4,
@@ -97,7 +99,7 @@ def sd3() -> tuple[Any, dict]:
 
 
 def qwenimage() -> tuple[Any, dict]:
-    model = diffusers.QwenImageTransformer2DModel(
+    model = models.QwenImageTransformer2DModel(
         patch_size=2,
         in_channels=16,
         out_channels=4,
@@ -119,7 +121,7 @@ def qwenimage() -> tuple[Any, dict]:
 
 
 def unet() -> tuple[Any, dict]:
-    model = diffusers.UNet2DConditionModel(
+    model = models.UNet2DConditionModel(
         block_out_channels=(4, 8),
         layers_per_block=1,
         sample_size=16,

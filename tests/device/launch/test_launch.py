@@ -161,7 +161,8 @@ def test_a_known_call_plans_nothing_and_replays_from_a_graph(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("looked up or planned again")
 
-    monkeypatch.setattr(calls, "find", refuse)
+    for step in ("call_key", "make"):
+        monkeypatch.setattr(calls, step, refuse)
     monkeypatch.setattr(backends, "prepare", refuse)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

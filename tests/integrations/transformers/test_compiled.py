@@ -8,14 +8,14 @@ import transformers as hf
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.support.integrations.language_models import (
+from support.integrations.language_models import (
     COMMON,
     FAMILIES,
     model,
     padded_left,
     tokens,
 )
-from tests.support.integrations.other_models import families, first_output
+from support.integrations.other_models import families, first_output
 
 MOST_APART = 2e-5
 # The others take a minute.

@@ -8,7 +8,7 @@ from transformers.generation.continuous_batching import continuous_api, initiali
 from heedful.integrations import transformers as plug_in
 from heedful.integrations.transformers import continuous
 from heedful.integrations.transformers.attention import paged
-from tests.support.integrations.language_models import model
+from support.integrations.language_models import model
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15], [20], [3] * 20]
 
@@ -54,7 +54,7 @@ def test_an_unknown_design_is_refused_and_nothing_changes(monkeypatch):
 
 def test_only_our_names_are_told_apart_from_others():
     plug_in.register(continuous=True)
-    asked = continuous_api.is_flash_attention_requested
+    asked = vars(continuous_api)["is_flash_attention_requested"]
     found = [asked(requested_attention_implementation=n) for n in ("heedful", "sdpa", "eager")]
     assert found == [True, False, False]
 

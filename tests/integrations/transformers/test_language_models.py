@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from heedful.integrations.transformers import paths, reset_paths
-from tests.support.integrations.language_models import (
+from support.integrations.language_models import (
     BATCH,
     DOCUMENTS,
     FAMILIES,

@@ -14,7 +14,7 @@ from transformers import masking_utils as theirs
 from heedful.integrations.transformers import attention as calls
 from heedful.integrations.transformers import compact
 from heedful.integrations.transformers.masks import mask
-from tests.support.integrations.language_models import model, packed, padded_left, tokens
+from support.integrations.language_models import model, packed, padded_left, tokens
 
 BATCH = 3
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from heedful.integrations.transformers import paths, reset_paths
-from tests.support.integrations.other_models import Call, families, first_output
+from support.integrations.other_models import Call, families, first_output
 
 MOST_APART, MOST_GRADIENTS_APART = 2e-5, 5e-4
 CALLS = [(family, call) for family, each in families().items() for call in each.calls]

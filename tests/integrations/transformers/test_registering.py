@@ -6,7 +6,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from heedful import integrations
 from heedful.integrations import transformers as plug_in
-from tests.support.integrations.language_models import model, tokens
+from support.integrations.language_models import model, tokens
 
 
 def known() -> tuple[set, set]:

@@ -20,8 +20,8 @@ import transformers as hf
 from heedful.integrations.transformers import paths, reset_paths
 from heedful.integrations.transformers.attention import attention
 from heedful.integrations.transformers.masks import mask
-from tests.support.integrations.language_models import COMMON, FAMILIES, tokens
-from tests.support.integrations.other_models import drawn, families
+from support.integrations.language_models import COMMON, FAMILIES, tokens
+from support.integrations.other_models import drawn, families
 
 FOLDER = os.environ.get("TRANSFORMERS_TESTS", "")
 LANGUAGE = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")

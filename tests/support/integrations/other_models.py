@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from tests.support.integrations.language_models import COMMON, padded_left, tokens
+from support.integrations.language_models import COMMON, padded_left, tokens
 
 
 class Call(NamedTuple):
