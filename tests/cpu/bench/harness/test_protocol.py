@@ -191,7 +191,7 @@ def test_every_table_that_times_is_a_trial_and_nobody_goes_around_the_check():
     assert {"run", "steps", "mixed", "splits", "host", "lengths", "small_calls"} <= names
     found = {f"{one.__module__.rpartition('.')[2]}.{one.__name__}" for one in tables(Trial)}
     want = {"run.Trial", "steps.Trial", "mixed.Trial", "splits.Trial", "protocol.HostTimed"}
-    want |= {"protocol.Timed"}
+    want |= {"protocol.Timed", "torchs.Device", "torchs.Host"}
     want |= {"host.Trial", "lengths.Trial", "small_calls.Trial"}
     if "in_jax" in names:
         want |= {"in_jax.Trial", "in_jax.Dispatch"}

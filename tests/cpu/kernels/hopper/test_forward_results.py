@@ -61,6 +61,7 @@ class Forward:
             ),
             mods=SimpleNamespace(
                 bias=SimpleNamespace(ptr=0 if natural else None),
+                unit=1.0 if natural else None,
                 sink=None if self.sink is None else Memory(self.sink),
             ),
             tile=SimpleNamespace(V_TRANSPOSED=fp8),

@@ -312,7 +312,7 @@ PACKED = {"total_q": 5, "total_k": 7}
         ),
         (
             {"leftpad_k": ints(7, 8), "facts": {}},
-            "cache_leftpad must hold values from 0 to 7, got 8",
+            "leftpad_k must hold values from 0 to 7, got 8",
         ),
         ({"kv_batch_idx": ints(0, 2)}, "cache_batch_idx must hold values from 0 to 1, got 2"),
         ({"kv_batch_idx": ints(-1, 2)}, "cache_batch_idx must hold values from 0 to 1, got -1"),
