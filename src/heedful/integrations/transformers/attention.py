@@ -1,5 +1,6 @@
 """The attention function of transformers' `AttentionInterface`."""
 
+from threading import local
 from typing import Any
 from weakref import ref
 
@@ -227,12 +228,15 @@ def _bias(q: Tensor, k: Tensor, mask: Tensor | None, position_bias: Tensor | Non
     return position_bias + mask
 
 
-class _Latest:
-    """The position_ids of the latest call, and the documents that they gave."""
+class _Latest(local):
+    """The position_ids of a thread's latest call, and the documents that they gave."""
 
     positions: Any = None
     version = -1
     lengths: Compact | None = None
+
+
+_latest = _Latest()
 
 
 def _by_positions(lengths: Compact | None, positions: Any, how: dict) -> Compact | None:
@@ -243,12 +247,12 @@ def _by_positions(lengths: Compact | None, positions: Any, how: dict) -> Compact
         return lengths
     if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[0] != 1:
         return lengths
-    known = _Latest.positions
-    if known is None or known() is not positions or _Latest.version != positions._version:
+    known = _latest.positions
+    if known is None or known() is not positions or _latest.version != positions._version:
         ids = find_packed_sequence_indices(positions)
-        _Latest.lengths = None if ids is None else documents(ids, True, -1, positions.device)
-        _Latest.positions, _Latest.version = ref(positions), positions._version
-    if _Latest.lengths is None:
+        _latest.lengths = None if ids is None else documents(ids, True, -1, positions.device)
+        _latest.positions, _latest.version = ref(positions), positions._version
+    if _latest.lengths is None:
         return lengths
     left = how["window_size"][0] if lengths is None else lengths.left
-    return _Latest.lengths._replace(left=left)
+    return _latest.lengths._replace(left=left)
