@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heedful.integrations.torch.alignment import from_top_left
 from heedful.integrations.torch.report import Report
 from heedful.torch.api.attention import flash_attn_func, flash_attn_varlen_func
 from heedful.torch.api.gradients import attention_backward
@@ -130,7 +131,7 @@ class Kernels:
         _check_debug(return_debug_mask)
         rows, columns = query.shape[2], key.shape[2]
         state, seed, offset = _states(query.device, dropout_p, of_flash=False)
-        k, v, causal, window = _from_top_left(query, key, value, is_causal)
+        k, v, causal, window = from_top_left(query, key, value, is_causal)
         out, lse = _heads_first(query, k, v, dropout_p, causal, window, scale, seed)
         self._report.count(HANDED_BACK[0])
         return out, lse.unsqueeze(-1), None, None, rows, columns, state, offset, None
@@ -187,7 +188,7 @@ class Kernels:
             given = query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal
             return self._torchs_own(reason, HANDED_BACK[2], keys, *given, scale=scale)
         state, seed, offset = _states(query.device, dropout_p, of_flash=False)
-        k, v, causal, window = _from_top_left(query, key, value, is_causal)
+        k, v, causal, window = from_top_left(query, key, value, is_causal)
         how = dropout_p, causal, window, scale, seed
         out, lse = _heads_first(query, k, v, *how, rows_first=True)
         self._report.count(HANDED_BACK[2])
@@ -361,23 +362,11 @@ def _not_ours(query: Tensor, value: Tensor, attn_bias: Tensor | None) -> str | N
     return WIDE if query.dtype.itemsize != 2 or dims > _MOST_DIM else None
 
 
-def _from_top_left(query: Tensor, key: Tensor, value: Tensor, is_causal: bool):
-    """(key, value, causal, window) of a causal mask that is aligned top left; ours are aligned
-    bottom right. All are (batch, heads, rows, dim)."""
-    rows, keys = query.shape[2], key.shape[2]
-    if not is_causal or rows == keys:
-        return key, value, is_causal, None
-    if rows < keys:
-        # No row sees a later key.
-        return key[:, :, :rows], value[:, :, :rows], True, None
-    return key, value, False, (-1, rows - keys)
-
-
 def _from_top_left_backward(
     dout, query, key, value, out, lse, dropout_p, is_causal, scale, state, rows_first=False
 ):
-    """Gradients of query, key and value of a call that `_from_top_left` aligned."""
-    k, v, causal, window = _from_top_left(query, key, value, is_causal)
+    """Gradients of query, key and value of a call that `from_top_left` aligned."""
+    k, v, causal, window = from_top_left(query, key, value, is_causal)
     how = dropout_p, causal, window, scale, state, rows_first
     dq, dk, dv = _heads_first_backward(dout, query, k, v, out, lse, *how)
     if k is not key:

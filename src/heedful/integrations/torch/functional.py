@@ -17,6 +17,7 @@ from torch.overrides import has_torch_function
 
 from heedful.core.base.forks import new_lock
 from heedful.core.call.problem import MAX_HEAD_DIM_V
+from heedful.integrations.torch.alignment import from_top_left
 from heedful.integrations.torch.report import Report
 from heedful.torch.api.attention import flash_attn_func
 from heedful.torch.base.dispatch import has_shards
@@ -167,14 +168,9 @@ def _are_usual(q: Any, k: Any, v: Any, enable_gqa: bool) -> bool:
 def _aligned(q, k, v, bias, causal: bool, bottom_right: bool = False) -> Call:
     """The Call of operands (batch, heads, rows, dim). bottom_right: where a causal mask is aligned;
     else top left."""
-    window, rows, keys = None, q.shape[2], k.shape[2]
-    if causal and not bottom_right and rows != keys:
-        if rows < keys:
-            # No row sees a later key.
-            k, v = k[:, :, :rows], v[:, :, :rows]
-        else:
-            # The diagonal that windows are around lies so many keys to the left.
-            causal, window = False, (-1, rows - keys)
+    window = None
+    if not bottom_right:
+        k, v, causal, window = from_top_left(q, k, v, causal)
     return Call(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias, causal, window)
 
 
