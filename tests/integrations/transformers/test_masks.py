@@ -205,11 +205,20 @@ def test_a_window_of_the_mask_holds_where_the_layer_passes_none():
     torch.testing.assert_close(out.transpose(1, 2), expected)
 
 
-@pytest.mark.parametrize("name", sorted(calls._REFUSED))
+@pytest.mark.parametrize("name", sorted(calls.REFUSED))
 def test_what_is_not_served_is_refused_by_name(name):
     q = torch.randn(1, 2, 9, 16)
     with pytest.raises(ValueError, match=f"heedful does not serve {name}"):
         calls.attention(torch.nn.Module(), q, q, q, None, **cast(Any, {name: torch.ones(1)}))
+
+
+@pytest.mark.parametrize("name", ["position_bias", "output_attentions"])
+def test_what_packed_lengths_would_leave_out_is_refused_by_name(name):
+    q = torch.randn(1, 2, 9, 16)
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    how = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, name: torch.ones(1)}
+    with pytest.raises(ValueError, match=f"heedful does not serve {name} beside cu_seq_lens_q"):
+        calls.attention(torch.nn.Module(), q, q, q, None, **cast(Any, how))
 
 
 def test_a_mask_of_two_dimensions_is_refused():

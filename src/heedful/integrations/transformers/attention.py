@@ -18,7 +18,7 @@ from heedful.integrations.transformers.weights import attention_weights
 
 logger = logging.get_logger("heedful.integrations.transformers")
 # Arguments of other attention functions that change the result, and that ours do not take.
-_REFUSED = frozenset({"head_mask", "layer_head_mask", "alibi", "indices", "topk_indices"})
+REFUSED = frozenset({"head_mask", "layer_head_mask", "alibi", "indices", "topk_indices"})
 
 
 def attention(
@@ -55,7 +55,7 @@ def attention(
     Raises:
         ValueError: naming what is not served.
     """
-    if not _REFUSED.isdisjoint(others):
+    if not REFUSED.isdisjoint(others):
         _refuse(others)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -77,6 +77,7 @@ def attention(
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
         if attention_mask is None or is_compact(attention_mask):
+            _refuse_beside_lengths(position_bias, others)
             return _given(q, k, v, lengths, dropout, how, others), None
     mask = attention_mask
     shape = q.shape[0], q.shape[1], k.shape[1]
@@ -102,9 +103,17 @@ def attention(
 
 
 def _refuse(others: dict[str, Any]) -> None:
-    for name in _REFUSED:
+    for name in REFUSED:
         if others.get(name) is not None:
             raise ValueError(f"heedful does not serve {name}; attn_implementation='eager' may")
+
+
+def _refuse_beside_lengths(position_bias: Tensor | None, others: dict[str, Any]) -> None:
+    asks_weights = bool(others.get("output_attentions"))
+    asked = {"position_bias": position_bias is not None, "output_attentions": asks_weights}
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise ValueError(f"heedful does not serve {name} beside cu_seq_lens_q")
 
 
 def _given(q, k, v, lengths: tuple, dropout: float, how: dict, others: dict) -> Tensor:

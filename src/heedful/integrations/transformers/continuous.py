@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from heedful import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from heedful.integrations.transformers.attention import attention
+from heedful.integrations.transformers.attention import REFUSED, attention
 
 _PACKAGE = "transformers.generation.continuous_batching"
 _ASKS = "is_flash_attention_requested"
@@ -147,7 +147,8 @@ def paged_attention(
             "k_cache": cache.key_cache[place].view(shape),
             "v_cache": cache.value_cache[place].view(shape),
         }
-    kept = {name: others[name] for name in ("s_aux", "softcap") if name in others}
+    asked = "s_aux", "softcap", "position_bias", "output_attentions", *REFUSED
+    kept = {name: others[name] for name in asked if name in others}
     out, _ = attention(
         module,
         query,

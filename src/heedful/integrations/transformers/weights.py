@@ -16,7 +16,7 @@ def attention_weights(
         is_masked: whether the bias holds a mask, in the place of causal and window_size.
     """
     k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-    scale = how["softmax_scale"] or q.shape[-1] ** -0.5
+    scale = q.shape[-1] ** -0.5 if how["softmax_scale"] is None else how["softmax_scale"]
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k).float() * scale
     if how["softcap"]:
         scores = how["softcap"] * torch.tanh(scores / how["softcap"])

@@ -61,11 +61,11 @@ def attention_backward(
 ) -> Gradients:
     """The gradients of sum(out * dout) + sum(lse * dlse) by the inputs of a call.
 
-    The call is one of `flash_attn_func`, or with cu_seqlens_q of `flash_attn_varlen_func`, whose
-    arguments those that are not listed are. They must be as they were then. out and lse may also be
-    those of all keys where k and v are a part of them, as under context parallelism: the gradients
-    are then those parts of the whole's. Autocast changes nothing here: tensors come as the kernels
-    had them.
+    The call is one of `flash_attn_func`, or with cu_seqlens_q of `flash_attn_varlen_func`.
+    Arguments that are not listed are that function's, and must be as the call had them. k and v may
+    be a part of the keys, as under context parallelism, with out and lse of all keys: the gradients
+    are then those of that part. Autocast changes nothing here: tensors come as the kernels had
+    them.
 
     Args:
         dout: as out, any strides.
