@@ -169,8 +169,8 @@ def plan(
 def _left_to_others(v: Variant, problem, device, toolchain, named: Overrides | None) -> list[str]:
     """Why a variant that is not named leaves a problem to others that take it: to any,
     or to those of the backend that is asked for."""
-    wishes = [] if named and named.variant else v.unasked
-    found = [other for wish in wishes if (other := wish(problem, device))]
+    preferences = [] if named and named.variant else v.preferences
+    found = [other for prefers in preferences if (other := prefers(problem, device))]
     return [
         f"{capability.label(other.backend, other.variant)} is preferred {other.why}"
         for other in found

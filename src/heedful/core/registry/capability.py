@@ -88,8 +88,8 @@ class Variant:
     gathers_pages: it takes keys in pages as dense copies, see torch/eager/pages.py.
     appends: it writes new keys and values into a cache itself, and rotates keys and queries; its
         program module has a `step`, see launch/program/programs.py.
-    gates: further conditions, each a function that returns a reason or None. unasked: what it
-        leaves to others, see preferences.py.
+    gates: further conditions, each a function that returns a reason or None.
+    preferences: the calls that it leaves to others by default, see preferences.py.
     configs: the kernels with tuned tiles that it launches, in the table of
     core/registry/configs.py.
     program: the module whose `forward` and `backward` make its Program; "" launches no kernels.
@@ -112,7 +112,7 @@ class Variant:
     gathers_pages: bool = False
     appends: bool = False
     gates: tuple[Gate, ...] = ()
-    unasked: tuple[Callable[[AttentionProblem, DeviceSpec], Preferred | None], ...] = ()
+    preferences: tuple[Callable[[AttentionProblem, DeviceSpec], Preferred | None], ...] = ()
     configs: tuple[str, ...] = ()
     program: str = ""
     module: str = ""
@@ -249,7 +249,7 @@ def _mixed(
     kernel: str,
     triton: tuple[int, ...],
     short_queries: Callable[[AttentionProblem], int],
-    unasked: Callable[[AttentionProblem, DeviceSpec], Preferred | None],
+    preference: Callable[[AttentionProblem, DeviceSpec], Preferred | None],
     alias: str = "",
 ) -> Variant:
     """The Hopper forward beside a decode kernel that handles the sequences of few queries."""
@@ -266,7 +266,7 @@ def _mixed(
         least=(("triton", triton),),
         short_queries=short_queries,
         gates=(*_HOPPER_GATES, sequences_of_both_kinds),
-        unasked=(unasked,),
+        preferences=(preference,),
         configs=("hopper.forward", kernel),
         program="heedful.launch.bind.mixed",
         alias=alias,
@@ -355,7 +355,7 @@ VARIANTS: tuple[Variant, ...] = (
             gates.whole_pages,
             gates.few_packed_rows,
         ),
-        unasked=(many_rows, many_rows_of_one_length, packed_keys),
+        preferences=(many_rows, many_rows_of_one_length, packed_keys),
         configs=("hopper_decode.forward",),
         program="heedful.launch.bind.hopper_decode",
         alias="hopper_decode",
@@ -379,7 +379,7 @@ VARIANTS: tuple[Variant, ...] = (
             gates.scales_of_groups,
             gates.fp8_conversion,
         ),
-        unasked=(many_rows, many_rows_of_one_length, keys_of_one_length),
+        preferences=(many_rows, many_rows_of_one_length, keys_of_one_length),
         configs=("decode.forward",),
         program="heedful.launch.bind.decode",
     ),
