@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ab.sides import Side, SideError, begin, turns
 from ab.sources import sources
 
 LEAST_ROUNDS = 5
+SIDES = ("base", "new")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -33,6 +35,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="", help="cuda or cpu (default: cuda where there is one)")
     add("--within", type=float, default=0.5, help="percent that a table's mean may be slower")
     add("--each", type=float, help="percent that a case may be slower (default: as --within)")
+    for side in SIDES:
+        text = "NAME=VALUE of this side's environment; may be given several times"
+        add(f"--{side}-env", action="append", default=[], metavar="NAME=VALUE", help=text)
     add("--json-lines", type=Path, help="a record a case")
     return parser
 
@@ -45,14 +50,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             both = tuple(
                 sources(told, Path(folder) / name)
-                for name, told in (("base", options.base), ("new", options.new))
+                for name, told in zip(SIDES, (options.base, options.new), strict=True)
             )
+            settings = (_settings(options.base_env), _settings(options.new_env))
             wanted = _cells(both[1], options)
         except ValueError as error:
             raise SystemExit(str(error)) from None
         if options.tables == "list":
             return 0
-        return _compare((both[0], both[1]), wanted, options)
+        starts = [Start(*side) for side in zip(SIDES, both, settings, strict=True)]
+        return _compare((starts[0], starts[1]), wanted, options)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a side's processes are started with."""
+
+    name: str
+    sources: Path
+    settings: dict[str, str]
+
+    def side(self, device: str) -> Side:
+        return Side(self.name, self.sources, device, settings=self.settings)
+
+
+def _settings(told: list[str]) -> dict[str, str]:
+    """Raises ValueError for what is no NAME=VALUE."""
+    for text in told:
+        if not text.partition("=")[0] or "=" not in text:
+            raise ValueError(f"a side's environment takes NAME=VALUE, got {text!r}")
+    return {name: value for name, _, value in (text.partition("=") for text in told)}
 
 
 def _cells(new: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -69,7 +96,7 @@ def _cells(new: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _compare(
-    both: tuple[Path, Path], wanted: list[dict[str, Any]], options: argparse.Namespace
+    both: tuple[Start, Start], wanted: list[dict[str, Any]], options: argparse.Namespace
 ) -> int:
     device = options.device or _device()
     _compile(both, wanted, device, options.jobs)
@@ -147,21 +174,20 @@ def _say(line: str) -> None:
 
 
 @contextmanager
-def _sides(both: tuple[Path, Path], device: str) -> Iterator[tuple[Side, Side]]:
+def _sides(both: tuple[Start, Start], device: str) -> Iterator[tuple[Side, Side]]:
     with ExitStack() as stack:
-        base, new = (
-            stack.enter_context(Side(name, path, device))
-            for name, path in zip(("base", "new"), both, strict=True)
-        )
+        base, new = (stack.enter_context(start.side(device)) for start in both)
         yield base, new
 
 
-def _compile(both: tuple[Path, Path], wanted: list[dict[str, Any]], device: str, jobs: int) -> None:
+def _compile(
+    both: tuple[Start, Start], wanted: list[dict[str, Any]], device: str, jobs: int
+) -> None:
     """Has every case begun by processes that then end: kernels are in the disk cache."""
 
-    def run(side: tuple[str, Path, int]) -> None:
-        name, path, first = side
-        with Side(name, path, device) as process:
+    def run(share: tuple[Start, int]) -> None:
+        start, first = share
+        with start.side(device) as process:
             for cell in wanted[first::jobs]:
                 try:
                     process.ask("begin", cell=cell)
@@ -169,11 +195,7 @@ def _compile(both: tuple[Path, Path], wanted: list[dict[str, Any]], device: str,
                 except SideError:
                     pass  # is met again, and told, where it is timed
 
-    shares = [
-        (name, path, first)
-        for first in range(jobs)
-        for name, path in zip(("base", "new"), both, strict=True)
-    ]
+    shares = [(start, first) for first in range(jobs) for start in both]
     if shares:
         with ThreadPoolExecutor(len(shares)) as pool:
             list(pool.map(run, shares))

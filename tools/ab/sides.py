@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -19,16 +20,24 @@ class SideError(Exception):
 class Side:
     """A process with one checkout's sources first on its path.
 
-    command: what to run in place of the worker, for tests.
+    command: what to run in place of the worker, for tests. settings: variables of its environment
+    that differ from the caller's.
     """
 
-    def __init__(self, name: str, sources: Path, device: str, command: list[str] | None = None):
+    def __init__(
+        self,
+        name: str,
+        sources: Path,
+        device: str,
+        command: list[str] | None = None,
+        settings: Mapping[str, str] | None = None,
+    ):
         self.name, self.sources = name, sources
-        environment = {
-            **os.environ,
+        environment = os.environ | dict(settings or {})
+        environment |= {
             # The caller's own path stays: another Triton may be on it.
             "PYTHONPATH": os.pathsep.join(
-                (str(sources), str(TOOLS), *filter(None, [os.environ.get("PYTHONPATH")]))
+                (str(sources), str(TOOLS), *filter(None, [environment.get("PYTHONPATH")]))
             ),
             # A second process on the device wants memory, too.
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",

@@ -158,3 +158,23 @@ def test_names_of_cases_tell_them_apart():
     for table in set(TABLES) - {"steps"}:
         names = [cell.name for cell in cells([table])]
         assert len(names) == len(set(names)), table
+
+
+def test_a_side_has_the_environment_that_it_is_given(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "callers")
+    told = (
+        "import json, os; input();"
+        "print(json.dumps({name: os.environ[name] for name in ('HEEDFUL_TRITON', 'PYTHONPATH')}))"
+    )
+    settings = {"HEEDFUL_TRITON": "/apart", "PYTHONPATH": "triton"}
+    with Side("new", tmp_path, "cpu", [sys.executable, "-c", told], settings) as side:
+        found = side.ask("hello")
+    assert found["HEEDFUL_TRITON"] == "/apart"
+    assert found["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path)
+    assert found["PYTHONPATH"].split(os.pathsep)[-1] == "triton"
+
+
+@pytest.mark.parametrize("told", ["HEEDFUL_TRITON", "=x", ""])
+def test_an_environment_that_is_no_name_and_value_is_refused(told):
+    with pytest.raises(SystemExit, match="NAME=VALUE"):
+        main(["src", "src", "--new-env", told])
