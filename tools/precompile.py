@@ -25,12 +25,12 @@ import torch  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from heedful.core.base.device import by_name  # noqa: E402
-from heedful.launch.code.compiler import artifact  # noqa: E402
 from heedful.launch.code.identity import kernel_key  # noqa: E402
 from heedful.launch.code.packs import write_pack  # noqa: E402
+from heedful.launch.compiler import artifact  # noqa: E402
 from heedful.launch.prebuild import compile_all, compiling  # noqa: E402
 from heedful.launch.program import bound  # noqa: E402
-from heedful.launch.program.spec import KernelCall  # noqa: E402
+from heedful.launch.spec import KernelCall  # noqa: E402
 from heedful.launch.worker.codec import decode, encode  # noqa: E402
 from support.problems import budget  # noqa: E402
 from support.runs import standin  # noqa: E402

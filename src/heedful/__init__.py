@@ -24,7 +24,7 @@ _PUBLIC = {
     "explain": "heedful.torch",
     "load_pack": "heedful.launch.code.packs",
     "record": "heedful.launch.record",
-    "counters": "heedful.launch.code.compiler",
+    "counters": "heedful.launch.compiler",
     "configure": "heedful.core.base.settings",
 }
 
@@ -32,8 +32,8 @@ _PUBLIC = {
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from heedful.core.base.settings import configure as configure
-    from heedful.launch.code.compiler import counters as counters
     from heedful.launch.code.packs import load_pack as load_pack
+    from heedful.launch.compiler import counters as counters
     from heedful.launch.record import record as record
     from heedful.torch import *  # noqa: F403  (its __all__ lists what is public)
 else:

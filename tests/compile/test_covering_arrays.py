@@ -13,7 +13,7 @@ from heedful.core.call.problem import ITEM_BITS
 from heedful.core.planning.plan import plan
 from heedful.core.registry import capability, configs
 from heedful.inspector import Inspection, of_artifact
-from heedful.launch.code import compiler
+from heedful.launch import compiler
 from heedful.launch.prebuild import compiling
 from machine_code.arrays import ARRAYS
 from machine_code.covering import deal, each_value, pairs, possible_pairs

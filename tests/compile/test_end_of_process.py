@@ -21,7 +21,7 @@ def row_sums(x, y, SIZE: gl.constexpr):
     gl.store(y + gl.arange(0, SIZE, layout=gl.SliceLayout(1, rows)), gl.sum(square, 1))
 """
 COMPILE = """
-from heedful.launch.program.spec import KernelCall, KernelRef, Pointer
+from heedful.launch.spec import KernelCall, KernelRef, Pointer
 from heedful.launch.code.triton_compat import compile_kernel
 
 arrays = {name: Pointer(name, "float32") for name in "xy"}

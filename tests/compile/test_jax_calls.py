@@ -22,10 +22,10 @@ from heedful.jax.base import device  # noqa: E402
 from heedful.jax.gpu import empty, triton_call  # noqa: E402
 from heedful.jax.gpu import programs as gpu  # noqa: E402
 from heedful.launch.code.artifact import Artifact  # noqa: E402
-from heedful.launch.code.compiler import artifact  # noqa: E402
+from heedful.launch.compiler import artifact  # noqa: E402
 from heedful.launch.foreign import ForeignLaunch, TensorMapParameter  # noqa: E402
 from heedful.launch.program.programs import program  # noqa: E402
-from heedful.launch.program.spec import Scalar  # noqa: E402
+from heedful.launch.spec import Scalar  # noqa: E402
 from support import wire  # noqa: E402
 
 BF16 = jnp.bfloat16

@@ -10,10 +10,10 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.core.registry.by_hand import forced
 from heedful.inspector.nvidia import NvidiaInspection, inspect_cubin
-from heedful.launch.code import compiler
+from heedful.launch import compiler
 from heedful.launch.prebuild import compiling
 from heedful.launch.program import programs
-from heedful.launch.program.spec import KernelCall
+from heedful.launch.spec import KernelCall
 
 DEVICE = by_name("H200")
 slow = pytest.mark.slow

@@ -13,8 +13,8 @@ from heedful.core.base import installed
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
-from heedful.launch import record
-from heedful.launch.code import compiler, packs
+from heedful.launch import compiler, record
+from heedful.launch.code import packs
 from heedful.launch.code.artifact import lay_out
 from heedful.launch.foreign import TensorMapParameter, describe
 from heedful.launch.prebuild import kernels, prebuild

@@ -20,9 +20,9 @@ import triton
 
 from heedful.core.base.device import by_name
 from heedful.core.planning.plan import plan
-from heedful.launch.code.compiler import compile_now
+from heedful.launch.compiler import compile_now
 from heedful.launch.program.programs import program
-from heedful.launch.program.spec import KernelCall, Pointer
+from heedful.launch.spec import KernelCall, Pointer
 from machine_code.arrays import ARRAYS, portable_problem
 from machine_code.covering import deal, each_value
 from support import arrays

@@ -5,7 +5,7 @@ from heedful.core.planning.plan import plan
 from heedful.launch.bind import portable_cache
 from heedful.launch.prebuild import compiling
 from heedful.launch.program.programs import program
-from heedful.launch.program.spec import KernelCall
+from heedful.launch.spec import KernelCall
 from machine_code.table import DEVICES, Array, Launched
 
 

@@ -39,8 +39,8 @@ from heedful.core.planning.splits import candidates
 from heedful.core.registry.by_hand import named
 from heedful.core.registry.tiles import HopperForwardConfig
 from heedful.launch.prebuild import compile_all, compiling, kernels
-from heedful.launch.program.spec import KernelCall
 from heedful.launch.record import Entry
+from heedful.launch.spec import KernelCall
 from heedful.reference.budget import allowed
 
 Call = Callable[[], Tensor]
@@ -382,8 +382,8 @@ def compile_first(wanted: list[Shape], spec: DeviceSpec, folder: Path | None) ->
     forwards = sum(call.kernel.function == "forward" for call, _ in found.values())
     compile_all(list(found.values()), os.cpu_count() or 1)
     if folder is not None:
-        from heedful.launch.code.compiler import artifact
         from heedful.launch.code.packs import write_pack
+        from heedful.launch.compiler import artifact
 
         write_pack(folder, {key: artifact(*call) for key, call in found.items()}, {})
     taken = time.perf_counter() - start

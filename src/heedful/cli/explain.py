@@ -19,7 +19,7 @@ from heedful.core.planning.plan import Plan, plan, rejected_together, words_of_s
 from heedful.core.planning.sizes import Workspace
 from heedful.core.registry.capability import Toolchain
 from heedful.launch.program.programs import program
-from heedful.launch.program.spec import Program
+from heedful.launch.spec import Program
 
 
 @with_problem

@@ -30,7 +30,7 @@ def of_artifact(artifact: Any, label: str = "", tiles: int = 1) -> Inspection | 
 def of_program(program: Any, arch: str) -> list[Inspection | NvidiaInspection]:
     """Inspect every kernel that a launch program runs (a Program of heedful.launch), compiled for
     `arch`; no GPU needed."""
-    from heedful.launch.code import compiler
+    from heedful.launch import compiler
 
     return [of_artifact(compiler.artifact(call, arch)) for call in program.calls]
 

@@ -1,2 +1,2 @@
-"""From a plan to launches; this folder itself holds what users call. May import `core` and
-`kernels.args`."""
+"""From a plan to launches; this folder itself holds what users call, what a launch is (`spec`) and
+what compiles it (`compiler`). May import `core` and `kernels.args`."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from heedful.core.planning.sizes import Workspace
 from heedful.launch.code.artifact import Artifact
-from heedful.launch.code.compiler import artifact
-from heedful.launch.program.spec import Pointer, Program, Scalar, TensorMap
+from heedful.launch.compiler import artifact
+from heedful.launch.spec import Pointer, Program, Scalar, TensorMap
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from heedful.core.base.forks import new_lock
-from heedful.launch.program.spec import KernelCall, Pointer, Program, Scalar, TensorMap, map_leaves
+from heedful.launch.spec import KernelCall, Pointer, Program, Scalar, TensorMap, map_leaves
 
 # The interpreter keeps a launch's place in its grid for the whole process.
 _one_launch = new_lock()

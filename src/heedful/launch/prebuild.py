@@ -16,8 +16,8 @@ from heedful.launch.code.artifact import Artifact
 from heedful.launch.code.identity import kernel_key
 from heedful.launch.code.packs import write_pack
 from heedful.launch.program.programs import program, step
-from heedful.launch.program.spec import KernelCall, Program
 from heedful.launch.record import Entry
+from heedful.launch.spec import KernelCall, Program
 from heedful.launch.worker.pool import at_once
 
 
@@ -115,6 +115,6 @@ def _compiled(
 
 
 def _compile(call: KernelCall, arch: str) -> Artifact:
-    from heedful.launch.code.compiler import artifact
+    from heedful.launch.compiler import artifact
 
     return artifact(call, arch)

@@ -9,10 +9,10 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import explain, plan
 from heedful.core.registry.by_hand import forced
 from heedful.inspector.nvidia import disassemble, opcode, parse_sass
-from heedful.launch.code import compiler
+from heedful.launch import compiler
 from heedful.launch.prebuild import compiling
 from heedful.launch.program.programs import program
-from heedful.launch.program.spec import TensorMap
+from heedful.launch.spec import TensorMap
 
 DEVICE = by_name("H200")
 MAIN = ("backward", "backward_wide", "backward_pair")

@@ -14,7 +14,7 @@ from heedful.core.registry.by_hand import forced
 from heedful.core.registry.tiles import HopperDecodeConfig
 from heedful.inspector.nvidia import disassemble, measure, parse_sass
 from heedful.launch.bind import hopper_decode
-from heedful.launch.code.compiler import compile_now
+from heedful.launch.compiler import compile_now
 from heedful.launch.prebuild import compiling
 from heedful.launch.program import programs
 

@@ -19,13 +19,13 @@ from heedful.core.registry.by_hand import forced
 from heedful.core.registry.configs import ConfigRow
 from heedful.core.registry.tiles import HopperForwardConfig
 from heedful.inspector.nvidia import disassemble, inspect_cubin, parse_sass
-from heedful.kernels.hopper.forward import speculative_softmax
+from heedful.kernels.hopper.sm90 import speculative_softmax
 from heedful.kernels.hopper.sm90.pipeline import full_barriers
+from heedful.launch import compiler
 from heedful.launch.bind import hopper
-from heedful.launch.code import compiler
 from heedful.launch.prebuild import compiling
 from heedful.launch.program import buffers, programs
-from heedful.launch.program.spec import Scalar, TensorMap
+from heedful.launch.spec import Scalar, TensorMap
 from support.hopper.loops import bare_loop, each_loop
 
 DEVICE = by_name("H200")

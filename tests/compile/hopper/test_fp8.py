@@ -9,7 +9,7 @@ from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.inspector.nvidia import inspect_cubin
-from heedful.launch.code import compiler
+from heedful.launch import compiler
 from heedful.launch.program import buffers, programs
 from support.hopper.loops import bare_loop, each_loop
 

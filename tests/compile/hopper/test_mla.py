@@ -12,7 +12,7 @@ from heedful.core.planning.plan import plan
 from heedful.core.registry.by_hand import forced
 from heedful.inspector.nvidia import disassemble, measure, parse_sass
 from heedful.launch.bind import mla, mla_swap_ab
-from heedful.launch.code.compiler import compile_now
+from heedful.launch.compiler import compile_now
 from heedful.launch.prebuild import compiling
 
 pytestmark = pytest.mark.skipif(

@@ -7,7 +7,7 @@ from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.inspector.nvidia import disassemble, opcode, parse_sass
-from heedful.launch.code import compiler
+from heedful.launch import compiler
 from heedful.launch.prebuild import compiling
 from heedful.launch.program.programs import program
 

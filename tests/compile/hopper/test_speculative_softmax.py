@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
-from heedful.kernels.hopper.forward import speculative_softmax
+from heedful.kernels.hopper.sm90 import speculative_softmax
 
 WARPS, LANES, ROWS, SLAB = 4, 32, 64, 64
 THREADS = WARPS * LANES

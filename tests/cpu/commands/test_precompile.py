@@ -24,7 +24,7 @@ import pickle
 import sys
 
 import heedful
-from heedful.launch.code.compiler import artifact
+from heedful.launch.compiler import artifact
 from support.runs import standin
 from support.problems.cases import build
 from support.runs.prepared import Prepared

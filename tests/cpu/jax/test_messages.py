@@ -8,7 +8,7 @@ pytest.importorskip("jax")
 from heedful.jax.gpu import triton_call
 from heedful.launch.code.artifact import Artifact
 from heedful.launch.foreign import ForeignLaunch, TensorMapParameter
-from heedful.launch.program.spec import Pointer, Scalar
+from heedful.launch.spec import Pointer, Scalar
 from support import wire
 
 MAP = TensorMapParameter("q", 9, 2, 3, (300, 4, 129), (2**33, 130, 1), (64, 1, 128))

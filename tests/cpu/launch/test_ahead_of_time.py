@@ -19,13 +19,12 @@ from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.core.registry.capability import Toolchain
-from heedful.launch import foreign, prebuild, record
-from heedful.launch.code import compiler
+from heedful.launch import compiler, foreign, prebuild, record
 from heedful.launch.code.artifact import lay_out
 from heedful.launch.code.identity import kernel_key
 from heedful.launch.program import buffers
 from heedful.launch.program.programs import program
-from heedful.launch.program.spec import KernelCall, KernelRef, Pointer, Scalar
+from heedful.launch.spec import KernelCall, KernelRef, Pointer, Scalar
 from heedful.torch.base.arrays import array_spec
 from heedful.torch.eager.calls import CALLS
 from support.problems.cases import Case, build, variants

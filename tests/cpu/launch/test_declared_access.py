@@ -19,7 +19,7 @@ from heedful.core.registry.configs import ROWS
 from heedful.core.registry.tiles import PortableConfig, TileConfig
 from heedful.launch import interpret
 from heedful.launch.bind import portable, portable_cache
-from heedful.launch.program.spec import KernelCall, Program
+from heedful.launch.spec import KernelCall, Program
 from heedful.torch.base.arrays import array_spec
 from support.problems.cases import Built, Case, build
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter

@@ -26,7 +26,7 @@ from heedful.launch.bind import portable_cache
 from heedful.launch.program import buffers as canonical
 from heedful.launch.program.bound import ProgramKind, changing, numbers_of
 from heedful.launch.program.programs import program
-from heedful.launch.program.spec import Program, Scalar, TensorMap
+from heedful.launch.spec import Program, Scalar, TensorMap
 from heedful.launch.worker.codec import decode, encode
 from support import launches
 from support.runs import standin

@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.planning.sizes import Workspace
 from heedful.launch import interpret
-from heedful.launch.program.spec import KernelCall, KernelRef, Program, Scalar, TensorMap
+from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar, TensorMap
 
 REF = KernelRef("heedful.kernels.portable.shared.unused", "clear_outside")
 

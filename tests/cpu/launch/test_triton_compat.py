@@ -23,7 +23,7 @@ from heedful.core.planning.plan import plan
 from heedful.launch.code import triton_compat as compat
 from heedful.launch.code.artifact import Parameter
 from heedful.launch.program.programs import program
-from heedful.launch.program.spec import TRITON_TYPES, KernelCall, Pointer, Scalar, TensorMap, leaves
+from heedful.launch.spec import TRITON_TYPES, KernelCall, Pointer, Scalar, TensorMap, leaves
 
 
 def some_call(device: str = "H200", backend: str = "portable", **facts) -> KernelCall:

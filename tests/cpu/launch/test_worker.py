@@ -28,12 +28,11 @@ from heedful.core.base.device import by_name
 from heedful.core.base.installed import Compiler
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
-from heedful.launch import prebuild
-from heedful.launch.code import compiler
+from heedful.launch import compiler, prebuild
 from heedful.launch.code.artifact import CompileError
 from heedful.launch.code.identity import cache_key
 from heedful.launch.program.programs import program
-from heedful.launch.program.spec import KernelCall
+from heedful.launch.spec import KernelCall
 from heedful.launch.worker import pool, process
 from heedful.launch.worker.codec import encode
 
@@ -333,7 +332,7 @@ from cpu.launch.test_worker import CALL, OWN
 from heedful.core.base import installed
 from heedful.core.base.installed import Compiler
 from heedful.launch import prebuild
-from heedful.launch.code import compiler
+from heedful.launch import compiler
 from heedful.launch.worker import pool, process
 from heedful.launch.worker.codec import encode
 installed.compiler = lambda: Compiler(OWN.version, OWN.root, apart=True)
@@ -445,7 +444,7 @@ from heedful.core.base.installed import triton_version
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.launch import prebuild
-from heedful.launch.code import compiler
+from heedful.launch import compiler
 from heedful.launch.code.identity import cache_key
 from heedful.launch.prebuild import compiling
 from heedful.launch.program.programs import program

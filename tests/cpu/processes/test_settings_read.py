@@ -19,7 +19,8 @@ from heedful import configure
 from heedful.core.base import settings
 from heedful.core.base.settings import KIND, START, TABLE, TRACE, USE
 from heedful.jax.base import device
-from heedful.launch.code import compiler, packs
+from heedful.launch import compiler
+from heedful.launch.code import packs
 from support.runs import standin
 
 heedful: Any = typed

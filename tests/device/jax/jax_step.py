@@ -11,7 +11,7 @@ import numpy as np
 from jax import numpy as jnp
 
 import heedful.jax
-from heedful.launch.code.compiler import counters
+from heedful.launch.compiler import counters
 
 LAYERS, BATCH, ROWS, HEADS, DIM = 12, 2, 256, 8, 64
 WIDTH = HEADS * DIM

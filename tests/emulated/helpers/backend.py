@@ -11,9 +11,9 @@ from heedful.core.base.device import by_name
 from heedful.core.call.operands import Gradients, Operands, own_shape
 from heedful.core.planning.plan import plan
 from heedful.emulator import At, Report, emulate
-from heedful.launch.code import compiler
+from heedful.launch import compiler
 from heedful.launch.program.programs import program
-from heedful.launch.program.spec import Pointer, Program, Scalar
+from heedful.launch.spec import Pointer, Program, Scalar
 from heedful.torch.base.arrays import array_spec
 
 TARGETS = {"gfx942": "MI300X", "gfx950": "MI355X"}

@@ -9,10 +9,10 @@ import numpy as np
 from emulated.helpers.backend import device_of
 from heedful.core.planning.plan import plan
 from heedful.emulator import Report, emulate
-from heedful.launch.code import compiler
+from heedful.launch import compiler
 from heedful.launch.code.artifact import Artifact
 from heedful.launch.program.programs import program
-from heedful.launch.program.spec import Pointer, Scalar
+from heedful.launch.spec import Pointer, Scalar
 from heedful.reference import oracle
 from heedful.reference.convert import operands_as_numpy
 from support.problems.cases import Built, Case, build

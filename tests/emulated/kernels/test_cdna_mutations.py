@@ -17,9 +17,9 @@ from emulated.kernels.test_mutations import KINDS, mutants
 from heedful.core.planning.plan import plan
 from heedful.emulator import decode, emulate
 from heedful.emulator.program.decoder import Code
-from heedful.launch.code import compiler
+from heedful.launch import compiler
 from heedful.launch.program.programs import program
-from heedful.launch.program.spec import Pointer, Scalar
+from heedful.launch.spec import Pointer, Scalar
 from heedful.torch.base.arrays import array_spec
 from support.problems.budget import Error, oracle_results
 from support.problems.cases import Case, build

@@ -10,7 +10,7 @@ from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.kernels.args import kinds
 from heedful.launch.bind import groups
-from heedful.launch.program.spec import Pointer
+from heedful.launch.spec import Pointer
 
 SHAPE, STRIDES = (3, 5, 7, 9), (5000, 900, 90, 1)
 TENSOR, VECTOR = ArraySpec(SHAPE, STRIDES, "float16"), ArraySpec(SHAPE, STRIDES, "float32")

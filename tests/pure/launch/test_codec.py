@@ -13,7 +13,7 @@ from heedful.core.base.symbols import Trace
 from heedful.kernels.args.hopper_decode import HopperDecodeIO
 from heedful.kernels.args.kinds import Rows
 from heedful.launch.code.identity import kernel_key
-from heedful.launch.program.spec import KernelCall, KernelRef, Pointer, Scalar, TensorMap
+from heedful.launch.spec import KernelCall, KernelRef, Pointer, Scalar, TensorMap
 from heedful.launch.worker.codec import decode, encode
 
 NONE: Any = None

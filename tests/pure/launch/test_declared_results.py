@@ -12,7 +12,7 @@ from heedful.core.planning.plan import plan
 from heedful.core.registry.by_hand import forced
 from heedful.launch.program import buffers
 from heedful.launch.program.programs import program
-from heedful.launch.program.spec import Program
+from heedful.launch.spec import Program
 
 BASE = {"batch": 2, "heads_q": 8, "heads_k": 4, "head_dim": 128, "dtype": "bfloat16"}
 DECODE: dict[str, Any] = {"seqlen_q": 1, "seqlen_k": 4000, "used_k": True}

@@ -13,9 +13,10 @@ import pytest
 
 import heedful
 from heedful.core.base import installed
-from heedful.launch.code import compiler, identity, packs
+from heedful.launch import compiler
+from heedful.launch.code import identity, packs
 from heedful.launch.code.artifact import Artifact
-from heedful.launch.program.spec import KernelCall, KernelRef, Pointer, Scalar, TensorMap
+from heedful.launch.spec import KernelCall, KernelRef, Pointer, Scalar, TensorMap
 
 CALL = KernelCall(
     KernelRef("heedful.kernels.portable.forward.combine", "combine"),
@@ -276,7 +277,7 @@ def test_a_pack_serves_any_compiler_and_no_other_kernel(compiles, monkeypatch):
 _KEYS = """
 import sys
 from heedful.launch.code import identity
-from heedful.launch.program.spec import KernelCall, KernelRef
+from heedful.launch.spec import KernelCall, KernelRef
 call = KernelCall(KernelRef(sys.argv[1], "f"), (1, 1, 1), {})
 print(identity.kernel_key(call, "sm_90"), identity.cache_key(call, "sm_90"))
 """

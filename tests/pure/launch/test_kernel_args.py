@@ -15,7 +15,7 @@ from heedful.kernels.args.kinds import Kind, Rows
 from heedful.kernels.args.shared import Mask
 from heedful.launch.program import buffers
 from heedful.launch.program.programs import program
-from heedful.launch.program.spec import (
+from heedful.launch.spec import (
     KernelCall,
     KernelRef,
     Pointer,

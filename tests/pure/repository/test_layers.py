@@ -129,6 +129,36 @@ def test_a_row_names_nothing_that_its_layer_does_not_import(layer):
     assert ALLOWED[layer] <= loaded
 
 
+def unit(name: str) -> str | None:
+    """What a module belongs to within its layer: its folder, with the folders in it; or, of a layer
+    that has folders, itself. None outside of the package."""
+    path = ROOT / name.replace(".", "/")
+    while not (path.is_dir() or path.with_suffix(".py").exists()):
+        path = path.parent
+    folder = path if path.is_dir() else path.parent
+    if folder == ROOT:
+        return None
+    if folder.parent == ROOT:
+        return (path if any(folder.glob("*/__init__.py")) else folder).relative_to(ROOT).as_posix()
+    while folder.parent.parent != ROOT and any(folder.parent.glob("[!_]*.py")):
+        folder = folder.parent
+    return folder.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("layer", sorted(set(GRANTED) - {"emulator"}))
+def test_no_folders_of_a_layer_import_each_other_in_a_circle(layer):
+    """Wherever in a module the import stands. Parts of the emulator are one machine."""
+    left: dict[str, set[str]] = {}
+    for path in (ROOT / layer).rglob("*.py"):
+        own = unit(path.relative_to(ROOT).as_posix().removesuffix(".py").replace("/", "."))
+        found = {unit(name) for name in targets(ast.parse(path.read_text(encoding="utf-8")))}
+        left.setdefault(own or "", set()).update(x for x in found if x and x.startswith(layer))
+    while done := [one for one, needed in left.items() if not needed & left.keys() - {one}]:
+        for one in done:
+            del left[one]
+    assert not left
+
+
 def test_the_emulator_loads_nothing_else_of_the_package():
     paths = (p.relative_to(ROOT.parent).with_suffix("") for p in (ROOT / "emulator").rglob("*.py"))
     names = (".".join(p.parts) for p in paths if not p.stem.startswith("__"))
@@ -151,7 +181,7 @@ def run(code: str) -> str:
         "heedful",
         "heedful.core.planning.plan",
         "heedful.core.call.describe_cache",
-        "heedful.launch.program.spec",
+        "heedful.launch.spec",
     ],
 )
 def test_importing_brings_no_framework(module):

@@ -5,8 +5,8 @@ import pytest
 from heedful.core.base.device import DeviceSpec
 from heedful.core.call.mask import MaskSpec
 from heedful.inspector.nvidia import Sass, inspect_cubin
-from heedful.launch.code import compiler
-from heedful.launch.program.spec import KernelCall
+from heedful.launch import compiler
+from heedful.launch.spec import KernelCall
 from support.problems.grids import in_turns
 
 MASKS = {"full": MaskSpec(), "causal": MaskSpec.of(True), "window": MaskSpec.of(True, (1023, 0))}

@@ -33,7 +33,7 @@ from heedful.core.registry.tiles import DecodeConfig, TileConfig
 from heedful.launch.code.artifact import Artifact, lay_out, map_words
 from heedful.launch.interpret import run_call
 from heedful.launch.program import bound
-from heedful.launch.program.spec import (
+from heedful.launch.spec import (
     TRITON_TYPES,
     KernelCall,
     KernelRef,

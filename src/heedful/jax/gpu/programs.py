@@ -26,7 +26,7 @@ from heedful.launch import foreign
 from heedful.launch.foreign import ForeignLaunch, TensorMapParameter
 from heedful.launch.program import programs
 from heedful.launch.program.buffers import results as results_of
-from heedful.launch.program.spec import Pointer, Program
+from heedful.launch.spec import Pointer, Program
 
 
 def forward(plan: Plan, x: Operands, origin: Array | None) -> tuple:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from heedful.launch.code.artifact import Artifact
 from heedful.launch.foreign import ForeignLaunch, TensorMapParameter
-from heedful.launch.program.spec import Pointer, Scalar
+from heedful.launch.spec import Pointer, Scalar
 
 TARGET = "triton_kernel_call_ffi"
 # Fields of a scalar parameter by our types; JAX's proto has them in a oneof.

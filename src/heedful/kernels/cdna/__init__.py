@@ -1,2 +1,2 @@
-"""Parts that the Gluon kernels of CDNA3 and CDNA4 share. Both need Triton 3.9. May import
-`kernels.cdna3` and `kernels.cdna4`: the forward of each is chosen here."""
+"""The Gluon forward of CDNA3 and CDNA4: a main loop for each, and the parts that both share. Both
+need Triton 3.9."""

@@ -11,11 +11,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.args.shared import Descales, ForwardIO, Mask, Sequences, Shape, Tile, TileOrder
+from heedful.kernels.cdna import mainloop_cdna3 as cdna3
+from heedful.kernels.cdna import mainloop_cdna4 as cdna4
 from heedful.kernels.cdna.fp8 import split_sign
 from heedful.kernels.cdna.tile import last_keys, load_query_tile, store_results
 from heedful.kernels.cdna.work_tile import work_tile
-from heedful.kernels.cdna3 import mainloop as cdna3
-from heedful.kernels.cdna4 import mainloop as cdna4
 
 
 @gluon.constexpr_function

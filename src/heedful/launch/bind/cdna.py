@@ -9,7 +9,7 @@ from heedful.core.planning.sizes import Sizes
 from heedful.kernels.args.shared import ForwardIO, TileOrder
 from heedful.launch.bind import groups, portable
 from heedful.launch.bind.groups import Buffers
-from heedful.launch.program.spec import KernelCall, KernelRef, Program, Scalar
+from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar
 
 GENERATIONS = {"gfx942": 3, "gfx950": 4}
 

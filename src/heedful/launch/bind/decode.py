@@ -16,7 +16,7 @@ from heedful.launch.bind.portable import (
     kernel_call,
     shared_divisor,
 )
-from heedful.launch.program.spec import KernelCall, Program, absent
+from heedful.launch.spec import KernelCall, Program, absent
 
 # One query of four heads, the most common step.
 FEWEST_ROWS = 4

@@ -11,7 +11,7 @@ from heedful.core.base.numbers import FAR
 from heedful.core.call.problem import AttentionProblem
 from heedful.kernels.args import kinds, shared
 from heedful.kernels.args.portable import Rotary
-from heedful.launch.program.spec import Pointer, Scalar, absent
+from heedful.launch.spec import Pointer, Scalar, absent
 
 Buffers = Mapping[str, ArraySpec]
 

@@ -7,7 +7,7 @@ from heedful.core.registry.tiles import CONSUMER_ROWS, HopperForwardConfig, tile
 from heedful.launch.bind import hopper_groups, portable
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers
-from heedful.launch.program.spec import KernelCall, KernelRef, Program, TensorMap
+from heedful.launch.spec import KernelCall, KernelRef, Program, TensorMap
 
 SWIZZLE = maps.SWIZZLE_BYTES // 2  # elements that one swizzled row of shared memory holds
 

@@ -28,7 +28,7 @@ from heedful.kernels.args.kinds import Rows
 from heedful.launch.bind import groups, hopper_groups, portable
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, number, pointer
-from heedful.launch.program.spec import KernelCall, KernelRef, Program, Scalar
+from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar
 
 # The warps of the kernels that go by rows: their time is that of the bytes, which they read and
 # write once.

@@ -18,7 +18,7 @@ from heedful.launch.bind.groups import Buffers
 from heedful.launch.bind.hopper import key_map
 from heedful.launch.bind.hopper_groups import kv_rows
 from heedful.launch.bind.portable import shared_divisor
-from heedful.launch.program.spec import KernelCall, KernelRef, Program, absent
+from heedful.launch.spec import KernelCall, KernelRef, Program, absent
 
 KERNEL = "hopper_decode.forward"
 _REF = KernelRef("heedful.kernels.hopper.decode.kernel", "decode", "gluon")

@@ -17,7 +17,7 @@ from heedful.kernels.args.kinds import Rows
 from heedful.launch.bind import groups, hopper_groups
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, pointer, stride
-from heedful.launch.program.spec import KernelCall, KernelRef, Pointer, Program, Scalar, TensorMap
+from heedful.launch.spec import KernelCall, KernelRef, Pointer, Program, Scalar, TensorMap
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:

@@ -20,7 +20,7 @@ from heedful.kernels.args.kinds import ScoreArray
 from heedful.launch.bind import groups
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, number, pointer, stride
-from heedful.launch.program.spec import KernelCall, KernelRef, Scalar, TensorMap
+from heedful.launch.spec import KernelCall, KernelRef, Scalar, TensorMap
 
 
 def io(found: Mapping[str, TensorMap], buffers: Buffers, lse: str) -> args.HopperIO:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from heedful.core.base.arrays import ArraySpec, item_bytes
 from heedful.core.base.symbols import Symbol, if_above
 from heedful.core.registry.tiles import CONSUMER_ROWS
-from heedful.launch.program.spec import TensorMap as Map
+from heedful.launch.spec import TensorMap as Map
 
 SWIZZLE_BYTES = 128  # one swizzled row of shared memory
 # The divisor that TMA wants of strides, those of dims of one element too.

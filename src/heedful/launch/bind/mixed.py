@@ -9,7 +9,7 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import Plan
 from heedful.launch.bind import decode, hopper, hopper_decode, split_kv
 from heedful.launch.bind.groups import Buffers
-from heedful.launch.program.spec import Program
+from heedful.launch.spec import Program
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:

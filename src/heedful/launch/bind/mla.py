@@ -11,7 +11,7 @@ from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers
 from heedful.launch.bind.hopper import SWIZZLE, key_map
 from heedful.launch.bind.portable import shared_divisor
-from heedful.launch.program.spec import KernelCall, KernelRef, Program, Scalar
+from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar
 
 KERNEL = "mla.forward"
 _REF = KernelRef("heedful.kernels.hopper.mla.kernel", "mla", "gluon")

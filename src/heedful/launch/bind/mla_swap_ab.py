@@ -7,7 +7,7 @@ from heedful.core.registry.tiles import MlaSwapConfig
 from heedful.kernels.args.mla import MlaSwapTile
 from heedful.launch.bind import mla, split_kv
 from heedful.launch.bind.groups import Buffers
-from heedful.launch.program.spec import KernelCall, KernelRef, Program
+from heedful.launch.spec import KernelCall, KernelRef, Program
 
 KERNEL = "mla_swap_ab.forward"
 _REF = KernelRef("heedful.kernels.hopper.mla.swap_ab", "mla_swap_ab", "gluon")

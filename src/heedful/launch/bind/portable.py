@@ -26,7 +26,7 @@ from heedful.kernels.args.kinds import Rows
 from heedful.kernels.args.shared import Descale, ForwardIO, PortableParams, Tile, TileOrder
 from heedful.launch.bind import groups
 from heedful.launch.bind.groups import Buffers, pointer, scalars
-from heedful.launch.program.spec import KernelCall, KernelRef, Program, Scalar, absent
+from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar, absent
 
 # Triton 3.6 miscompiles WGMMA over a 32-wide 16-bit tile that was loaded element by element (keys
 # from the 16th on are wrong; H200, 2026-11-20; right with 3.9): unaligned tiles are at least this.

@@ -19,7 +19,7 @@ from heedful.kernels.args.portable import (
 from heedful.launch.bind import groups
 from heedful.launch.bind.groups import Buffers, pointer, scalars, stored_keys
 from heedful.launch.bind.portable import kernel_call, shared_divisor
-from heedful.launch.program.spec import Program, Scalar, absent
+from heedful.launch.spec import Program, Scalar, absent
 
 
 def append_kv(

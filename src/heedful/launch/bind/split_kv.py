@@ -24,7 +24,7 @@ from heedful.kernels.args.portable import CacheAppend
 from heedful.launch.bind import groups, portable_cache
 from heedful.launch.bind.groups import Buffers, pointer
 from heedful.launch.bind.portable import clear_call
-from heedful.launch.program.spec import KernelCall, KernelRef, Program, Scalar
+from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar
 
 # Sequences that a program looks at at once. If there are no more than one warp looks at, no warp
 # waits for another, which saves 0.6 us of each call (H200, 2026-11-26): 32 in Triton's layout, 128

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import heedful.kernels
 from heedful.core.base import installed
-from heedful.launch.program.spec import KernelCall, KernelRef
+from heedful.launch.spec import KernelCall, KernelRef
 
 _KERNELS = Path(heedful.kernels.__file__).parent
 # How a kernel is given to the compiler, and what an artifact says of its parameters.

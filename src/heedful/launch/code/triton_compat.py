@@ -27,7 +27,7 @@ from heedful.launch.code.artifact import (
     remedy,
     size_of,
 )
-from heedful.launch.program.spec import (
+from heedful.launch.spec import (
     Argument,
     KernelCall,
     KernelRef,

@@ -19,10 +19,10 @@ from heedful.core.base.arrays import item_bytes
 from heedful.core.base.device import vendor_of
 from heedful.core.base.symbols import Symbol, settled
 from heedful.launch.code.artifact import TENSOR_MAP_BYTES, Artifact, map_words
-from heedful.launch.code.compiler import artifact as compile_call
-from heedful.launch.code.compiler import counters
+from heedful.launch.compiler import artifact as compile_call
+from heedful.launch.compiler import counters
 from heedful.launch.driver import driver
-from heedful.launch.program.spec import KernelCall, Program, Scalar, TensorMap
+from heedful.launch.spec import KernelCall, Program, Scalar, TensorMap
 
 # Encoded tensor maps that one argument keeps: a call's addresses recur, as allocators reuse memory.
 _MOST_MAPS = 4096

@@ -9,7 +9,7 @@ from heedful.core.planning.plan import Plan
 from heedful.core.planning.sizes import Workspace
 from heedful.launch.bind import portable_cache
 from heedful.launch.program import buffers as canonical
-from heedful.launch.program.spec import Program
+from heedful.launch.spec import Program
 
 
 def program(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec] | None = None) -> Program:

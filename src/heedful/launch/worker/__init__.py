@@ -1,2 +1,2 @@
 """A compiler apart from the process: worker processes with a Triton of their own. May import
-`launch.code` and `launch.program.spec`."""
+`launch.code` and `launch.spec`."""

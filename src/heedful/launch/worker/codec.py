@@ -9,7 +9,7 @@ from typing import Any
 
 from heedful.core.base.parsed import parsed
 from heedful.kernels import args
-from heedful.launch.program.spec import (
+from heedful.launch.spec import (
     KernelCall,
     KernelRef,
     Pointer,

@@ -16,7 +16,7 @@ from heedful.launch.code.artifact import Artifact, CompileError
 from heedful.launch.code.cache import PATIENCE_SECONDS
 from heedful.launch.code.folder import Folder
 from heedful.launch.code.identity import toolchain
-from heedful.launch.program.spec import KernelCall
+from heedful.launch.spec import KernelCall
 from heedful.launch.worker.process import Ended, Worker
 
 log = logging.getLogger("heedful.worker")

@@ -20,7 +20,7 @@ from heedful.launch.code import store
 from heedful.launch.code.artifact import MEMORY_HELPS, PACKS_HELP, Artifact, CompileError
 from heedful.launch.code.folder import Folder
 from heedful.launch.code.identity import cache_key, told, toolchain
-from heedful.launch.program.spec import KernelCall
+from heedful.launch.spec import KernelCall
 from heedful.launch.worker.channel import BYE, CALL, ERROR, HELLO, KERNEL, receive, send
 from heedful.launch.worker.codec import encode
 

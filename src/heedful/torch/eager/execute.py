@@ -12,7 +12,7 @@ from heedful.core.base import settings
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.symbols import Symbol, settled
 from heedful.launch.program.bound import ProgramKind, changing, numbers_of
-from heedful.launch.program.spec import Program
+from heedful.launch.spec import Program
 from heedful.torch.eager import zeros
 
 # Scratch regions start on lines that every load width and TMA accept.

@@ -30,7 +30,7 @@ from heedful.kernels.split_kv.work import SplitKVParams
 from heedful.launch.bind import decode
 from heedful.launch.interpret import run_call
 from heedful.launch.program import buffers as canonical
-from heedful.launch.program.spec import KernelCall, KernelRef, Pointer
+from heedful.launch.spec import KernelCall, KernelRef, Pointer
 from support.problems import budget, far_scores
 from support.problems.cases import Case
 from support.problems.grids import in_turns

@@ -34,7 +34,7 @@ from heedful.kernels.split_kv.work import (
 from heedful.launch.bind import decode
 from heedful.launch.interpret import run_call
 from heedful.launch.program import buffers as canonical
-from heedful.launch.program.spec import KernelCall, KernelRef, Pointer, Scalar
+from heedful.launch.spec import KernelCall, KernelRef, Pointer, Scalar
 from support.runs.decode_programs import TILES, UNITS
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 

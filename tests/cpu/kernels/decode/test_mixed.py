@@ -20,7 +20,7 @@ from heedful.core.registry.tiles import DecodeConfig, TileConfig
 from heedful.launch.bind import decode
 from heedful.launch.interpret import interpret
 from heedful.launch.program import programs
-from heedful.launch.program.spec import Program
+from heedful.launch.spec import Program
 from heedful.torch.base.arrays import array_spec
 from support.problems import budget
 from support.problems.cases import Case

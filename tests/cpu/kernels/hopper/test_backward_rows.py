@@ -22,7 +22,7 @@ from heedful.kernels.common.constants import LOG2E
 from heedful.kernels.hopper.backward.far_rows import FAR_LOG2, FAR_LOG2_BITS
 from heedful.launch.interpret import interpret
 from heedful.launch.program import buffers, programs
-from heedful.launch.program.spec import Program
+from heedful.launch.spec import Program
 from support.fenced import Fenced, walled
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 

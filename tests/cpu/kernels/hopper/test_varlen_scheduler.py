@@ -17,7 +17,7 @@ from heedful.core.registry.tiles import RowsConfig
 from heedful.launch.bind import hopper_groups
 from heedful.launch.interpret import interpret
 from heedful.launch.program import buffers, programs
-from heedful.launch.program.spec import Program
+from heedful.launch.spec import Program
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
 UNTOUCHED = -7

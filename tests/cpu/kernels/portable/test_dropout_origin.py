@@ -15,7 +15,7 @@ import triton.language as tl
 from heedful.kernels.args.shared import Dropout
 from heedful.kernels.portable.shared.dropout import dropout_words, keep_tile
 from heedful.launch.interpret import run_call
-from heedful.launch.program.spec import KernelCall, KernelRef, Pointer, Scalar
+from heedful.launch.spec import KernelCall, KernelRef, Pointer, Scalar
 from heedful.reference.philox import keep_mask
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 

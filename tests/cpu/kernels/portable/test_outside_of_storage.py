@@ -23,7 +23,7 @@ from heedful.core.registry.tiles import TileConfig
 from heedful.launch.bind import portable, portable_cache
 from heedful.launch.interpret import interpret
 from heedful.launch.program import buffers, programs
-from heedful.launch.program.spec import Program
+from heedful.launch.spec import Program
 from heedful.torch.base.arrays import array_spec
 from heedful.torch.eager.cache_update import append_kv
 from support.fenced import Fenced

@@ -21,7 +21,7 @@ from heedful.kernels.common.tile_range import key_tiles, masked_count, query_til
 from heedful.kernels.portable.backward.keys import visited_rows
 from heedful.kernels.portable.shared.order import head_of
 from heedful.launch.interpret import run_call
-from heedful.launch.program.spec import KernelCall, KernelRef, Pointer, Scalar
+from heedful.launch.spec import KernelCall, KernelRef, Pointer, Scalar
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
 # Masks by their bounds, each aligned at both ends and moved.

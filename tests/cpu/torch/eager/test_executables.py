@@ -12,7 +12,7 @@ from torch._C._dynamo import guards
 
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.planning.sizes import Workspace
-from heedful.launch.program.spec import Program
+from heedful.launch.spec import Program
 from heedful.torch.eager import execute, zeros
 
 CPU = torch.device("cpu")

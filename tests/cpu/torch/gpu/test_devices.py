@@ -21,7 +21,7 @@ from heedful.core.base.device import KNOWN
 from heedful.core.call.operands import Operands
 from heedful.core.planning.sizes import Workspace
 from heedful.launch import validations
-from heedful.launch.program.spec import Program
+from heedful.launch.spec import Program
 from heedful.torch.api import merge
 from heedful.torch.base import device, forked
 from heedful.torch.base.arrays import array_spec

@@ -13,7 +13,7 @@ import torch
 
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.planning.sizes import Workspace
-from heedful.launch.program.spec import Program
+from heedful.launch.spec import Program
 from heedful.torch.eager import execute, zeros
 
 # More than a region has room for, several times.

@@ -31,9 +31,9 @@ from heedful.core.base.device import by_name
 from heedful.core.planning.plan import plan
 from heedful.core.call.problem import AttentionProblem
 from heedful.launch import record
-from heedful.launch.code import compiler
+from heedful.launch import compiler
 from heedful.launch.code.artifact import Artifact
-from heedful.launch.program.spec import KernelCall, KernelRef
+from heedful.launch.spec import KernelCall, KernelRef
 
 os.environ["HEEDFUL_CACHE_DIR"] = sys.argv[1]
 installed.compiler = lambda: installed.Compiler("3.9.0", Path("/nowhere"))

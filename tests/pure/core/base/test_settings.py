@@ -142,7 +142,7 @@ def nobody(uid):
 pwd.getpwuid = nobody
 from heedful.core.base.device import by_name
 from heedful.launch.code.artifact import Artifact
-from heedful.launch.code.compiler import _disk_cache
+from heedful.launch.compiler import _disk_cache
 from heedful.launch import validations
 made = Artifact(b"code", "", "k", "cuda:90", 4, 32, 0, 1, (), 0)
 assert _disk_cache().get_or_make("key", lambda: made) == (made, True)

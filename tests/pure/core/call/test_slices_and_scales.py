@@ -7,7 +7,7 @@ import pytest
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.call.quant import check_scale
 from heedful.launch.bind.decode import loads_once, slices, values
-from heedful.launch.program.spec import is_group
+from heedful.launch.spec import is_group
 
 
 @pytest.mark.parametrize(

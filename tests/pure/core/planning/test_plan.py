@@ -16,7 +16,7 @@ from heedful.core.registry.by_hand import forced
 from heedful.core.registry.capability import VARIANTS
 from heedful.core.registry.tiles import HopperBackwardConfig
 from heedful.launch.program.programs import program
-from heedful.launch.program.spec import Pointer
+from heedful.launch.spec import Pointer
 
 dense = AttentionProblem.dense
 

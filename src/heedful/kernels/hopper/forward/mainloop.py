@@ -12,12 +12,6 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from heedful.kernels.common.constants import LN2
 from heedful.kernels.hopper.forward.dropout import drop
-from heedful.kernels.hopper.forward.speculative_softmax import (
-    headroom,
-    rescale_from_scores,
-    rescore,
-    sum_limit,
-)
 from heedful.kernels.hopper.sm90.block_range import (
     n_block_at,
     n_block_count,
@@ -45,6 +39,12 @@ from heedful.kernels.hopper.sm90.softmax import (
     softmax_threshold,
     threshold_limit,
     vote_above,
+)
+from heedful.kernels.hopper.sm90.speculative_softmax import (
+    headroom,
+    rescale_from_scores,
+    rescore,
+    sum_limit,
 )
 
 

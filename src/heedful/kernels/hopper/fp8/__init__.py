@@ -1,1 +1,1 @@
-"""Parts of the forward that only fp8 inputs need. May import `hopper.sm90` and `hopper.forward`."""
+"""Parts of the forward that only fp8 inputs need. May import `hopper.sm90`."""

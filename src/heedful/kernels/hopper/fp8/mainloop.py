@@ -8,16 +8,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
-from heedful.kernels.hopper.forward.speculative_softmax import (
-    rescale_from_probabilities,
-    rescale_from_scores,
-    rescore,
-)
 from heedful.kernels.hopper.fp8.softmax import (
     E4M3_BITS,
     FINITE_BITS,
     LIMIT,
-    TOP_LOG2,
     from_words,
     part_sums,
     reference,
@@ -40,6 +34,12 @@ from heedful.kernels.hopper.sm90.softmax import (
     shift_of,
     softmax_threshold,
     vote_above,
+)
+from heedful.kernels.hopper.sm90.speculative_softmax import (
+    TOP_LOG2,
+    rescale_from_probabilities,
+    rescale_from_scores,
+    rescore,
 )
 
 

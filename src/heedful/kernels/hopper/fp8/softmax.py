@@ -9,10 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.sm90.softmax import peaks
+from heedful.kernels.hopper.sm90.speculative_softmax import TOP_LOG2
 
-# log2 of the largest probability of a row whose reference has just moved. A power of two is exact
-# in e4m3, so that a row that sees one key returns its value unrounded.
-TOP_LOG2: gl.constexpr = gl.constexpr(4.0)
 # log2 of the largest e4m3.
 LIMIT: gl.constexpr = gl.constexpr(math.log2(448.0))
 # Limits as the bits of float32: the largest e4m3, and the largest p from which a row can be
@@ -20,7 +18,7 @@ LIMIT: gl.constexpr = gl.constexpr(math.log2(448.0))
 E4M3_BITS: gl.constexpr = gl.constexpr(0x43E00000)  # 448
 FINITE_BITS: gl.constexpr = gl.constexpr(0x7B800000)  # 2^120
 # Keys of a row that one vote covers; a lane sums its quarter of them, see
-# forward/speculative_softmax.py.
+# sm90/speculative_softmax.py.
 VOTE_N: gl.constexpr = gl.constexpr(64)
 
 

@@ -17,10 +17,13 @@ M query rows, N keys, L lanes that share a row.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.hopper.fp8.softmax import TOP_LOG2
 from heedful.kernels.hopper.sm90.compat import inline_asm
 from heedful.kernels.hopper.sm90.mma import ROWS, scores_layout
 from heedful.kernels.hopper.sm90.softmax import exponentials, scale_rows, shift_of
+
+# log2 of the largest probability of a row of fp8 whose reference has just moved. A power of two is
+# exact in e4m3, so that a row that sees one key returns its value unrounded.
+TOP_LOG2: gl.constexpr = gl.constexpr(4.0)
 
 
 @gluon.constexpr_function

@@ -14,7 +14,7 @@ from heedful.launch.code import packs
 from heedful.launch.code.artifact import Artifact
 from heedful.launch.code.cache import DiskCache
 from heedful.launch.code.identity import cache_key, kernel_key
-from heedful.launch.program.spec import KernelCall
+from heedful.launch.spec import KernelCall
 
 counters: Counter[str] = Counter()
 

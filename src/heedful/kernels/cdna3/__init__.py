@@ -1,1 +1,0 @@
-"""The main loop for CDNA3 (gfx942). May import `kernels.cdna`."""
