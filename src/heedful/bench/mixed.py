@@ -1,10 +1,13 @@
 """Batches of prefills and decodes in one call, beside a call of each kind.
 
-Part of `python -m heedful.bench.steps`, where their names begin with "mixed". Every result is
-checked against float64 before it is timed and after each round; what is wrong gets its reason and
-no figure. Rounds are interleaved, each call has a cold L2.
+    python -m heedful.bench.mixed [WORDS]
+
+WORDS: only batches whose name has them. `python -m heedful.bench.steps` times them, too. Every
+result is checked against float64 before it is timed and after each round; what is wrong gets its
+reason and no figure. Rounds are interleaved, each call has a cold L2.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor
 
 from heedful import flash_attn_varlen_func
-from heedful.bench.harness import protocol
+from heedful.bench.harness import protocol, script
 from heedful.bench.harness.caches import Drawn, Tensors
 from heedful.bench.harness.cases import Case
 from heedful.bench.harness.check import Parts
@@ -25,6 +28,8 @@ One = Callable[[], Tensor]
 # A call that stands for two returns the results of both.
 Call = Callable[[], Tensor | list[Tensor]]
 Lengths = tuple[tuple[int, int], ...]
+
+ROUNDS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +152,19 @@ def lines(row: Row) -> Iterator[str]:
         yield f"  one call / two calls: {one.median / two.median:.3f} of its time{bar}"
 
 
-def run(words: str, device: torch.device, rounds: int) -> Iterator[str]:
+def run(words: str, device: torch.device, rounds: int = ROUNDS) -> Iterator[str]:
     """Lines of all batches whose names have these words, as they are measured."""
     for batch in BATCHES:
         if words in batch.name:
             yield from lines(measure(batch, device, rounds))
             if device.type == "cuda":
                 torch.cuda.empty_cache()
+
+
+def main() -> None:
+    for line in run(" ".join(sys.argv[1:]), script.current_gpu()):
+        sys.stdout.write(line + "\n")
+
+
+if __name__ == "__main__":
+    script.run(main, __doc__)

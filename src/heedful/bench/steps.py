@@ -2,7 +2,7 @@
 
     python -m heedful.bench.steps [WORDS] [decode decode/portable+conversion=2 ...]
 
-One new token of each sequence; "mixed" batches (bench/mixed.py) have prefills, too. WORDS: only
+One new token of each sequence; batches of `python -m heedful.bench.mixed` follow. WORDS: only
 steps whose name has them; of those that begin as a backend does, each is timed beside our own
 choice. Every result is checked against float64 before it is timed and after each round; what is
 wrong or missing gets its reason and no figure. Rounds are interleaved, each call has a cold L2.

@@ -94,14 +94,14 @@ def _version_table(versions: dict[str, str | None]) -> Table:
 
 def _frameworks() -> Iterator[dict]:
     """Each framework that is found, and who registers heedful with it: entry points of this
-    installation, or a call that a program makes."""
+    installation, or a call that a program makes, and whether this process has made it."""
     try:
         points = [*metadata.distribution("heedful").entry_points]
     except metadata.PackageNotFoundError:
         points = []
     for found in integrations.installed():
         if found.version is not None:
-            module = f"heedful.integrations.{found.name}"
+            module, (call, _) = f"heedful.integrations.{found.name}", integrations.CALLS[found.name]
             own = [p.value for p in points if p.group.partition(".")[0] == found.name]
             yield {
                 "name": found.name,
@@ -109,7 +109,8 @@ def _frameworks() -> Iterator[dict]:
                 "tested": [found.first, found.last],
                 "is_tested": found.is_tested,
                 "registered": own,
-                "register": f"{module}.register()" if find_spec(module) else None,
+                "active": found.registered,
+                "register": f"{module}.{call}()" if find_spec(module) else None,
             }
 
 
@@ -119,7 +120,7 @@ def _framework_table(frameworks: list[dict]) -> Table:
         table.add_column(name, overflow="fold")
     for row in frameworks:
         call = (row["register"] or "").removeprefix("heedful.integrations.")
-        asked = f"after {call}" if call else "no"
+        asked = "yes" if row["active"] else f"after {call}" if call else "no"
         registered = ", ".join(row["registered"]) or asked
         table.add_row(row["name"], row["version"], " to ".join(row["tested"]), registered)
     return table
@@ -127,7 +128,7 @@ def _framework_table(frameworks: list[dict]) -> Table:
 
 def _untested_frameworks(frameworks: list[dict]) -> Iterator[str]:
     for row in frameworks:
-        if not row["is_tested"]:
+        if not row["is_tested"] and row["name"] not in TESTED:
             yield _outside(row["name"], row["version"], " to ".join(row["tested"]))
 
 

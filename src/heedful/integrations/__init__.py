@@ -7,11 +7,16 @@ import warnings
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
+from heedful.core.base import installed as tools
+
 # By framework the first and the last version that the tests ran with.
 TESTED = {
+    "torch": ("{}.{}".format(*tools.TESTED["torch"][0]), "{}.{}".format(*tools.TESTED["torch"][1])),
     "transformers": ("5.17", "5.24"),
     "diffusers": ("0.42", "0.42"),
 }
+# By what a program has a framework run heedful, and by what it asks whether that is so.
+CALLS = dict.fromkeys(TESTED, ("register", "is_registered")) | {"torch": ("activate", "is_active")}
 _warned: set[str] = set()
 
 
@@ -65,7 +70,7 @@ def _framework(name: str) -> Framework:
     except PackageNotFoundError:
         found = None
     ours = sys.modules.get(f"{__name__}.{name}")
-    is_registered = getattr(ours, "is_registered", None)
+    is_registered = getattr(ours, CALLS[name][1], None)
     return Framework(name, found, *TESTED[name], bool(is_registered and is_registered()))
 
 

@@ -25,6 +25,7 @@ from heedful.core.registry.capability import Toolchain
 from heedful.demo import job
 from heedful.inspector import command, tables
 from heedful.inspector.nvidia import NvidiaInspection, Sass
+from heedful.integrations.torch import registry
 from heedful.torch.base import device as torch_device
 from heedful.validation import run as validation
 
@@ -311,6 +312,33 @@ def test_doctor_lists_frameworks_that_are_found_and_how_heedful_gets_into_them(s
     frameworks_found(monkeypatch, None)
     assert json.loads(heed("doctor", "--json").stdout)["frameworks"] == []
     assert "Frameworks" not in heed("doctor").stdout
+
+
+def test_doctor_says_whether_torchs_own_attention_is_heedfuls_in_this_process():
+    def said() -> tuple[dict, str]:
+        frameworks = json.loads(heed("doctor", "--json").stdout)["frameworks"]
+        (row,) = [row for row in frameworks if row["name"] == "torch"]
+        table = heed("doctor").stdout.partition("Frameworks")[2].partition("Devices")[0]
+        (line,) = [line for line in table.splitlines() if "torch " in line]
+        return row, " ".join(re.sub("[│┃]", " ", line).split())
+
+    row, line = said()
+    assert row["register"] == "heedful.integrations.torch.activate()" and not row["active"]
+    assert row["tested"] == [".".join(map(str, version)) for version in TESTED["torch"]]
+    assert line.endswith("after torch.activate()")
+    registry._activate("CPU")
+    try:
+        row, line = said()
+    finally:
+        registry.restore()
+    assert row["active"] and line.endswith("yes")
+
+
+def test_doctor_names_a_torch_that_was_not_tested_once(monkeypatch):
+    monkeypatch.setattr(doctor_module.machine, "version", {"torch": "9.1.0"}.get)
+    monkeypatch.setattr(integrations, "version", lambda name: "9.1.0")
+    advice = json.loads(heed("doctor", "--json").stdout)["advice"]
+    assert len([line for line in advice if "torch 9.1.0 is outside" in line]) == 1
 
 
 def test_doctor_names_a_framework_outside_of_the_versions_tested(monkeypatch):

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 import torch
 from torch.nn import attention
 
-from heedful.integrations.torch import activate, registry, restore
+from heedful.integrations.torch import activate, is_active, registry, restore
 
 aten = torch.ops.aten
 
@@ -51,8 +51,9 @@ def test_without_a_gpu_activate_says_what_is_missing():
 def test_activate_and_restore_may_come_twice(with_a_gpu):
     report = activate()
     assert activate() is report and attention.current_flash_attention_impl() == "heedful"
+    assert is_active()
     restore()
-    assert attention.current_flash_attention_impl() is None and registry._active is None
+    assert attention.current_flash_attention_impl() is None and not is_active()
     restore()
     assert activate() is not report
 

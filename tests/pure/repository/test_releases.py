@@ -9,8 +9,10 @@ import pytest
 
 import draw_site
 import heedful
+import index_page
 import notes
-from heedful.core.base.installed import TESTED
+from heedful import integrations
+from heedful.core.base.installed import TESTED, numbers
 
 ROOT = Path(__file__).parents[3]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -65,6 +67,31 @@ def test_the_oldest_versions_are_those_of_the_extras():
         assert least == {".".join(map(str, oldest))}, name
 
 
+def pins(text: str) -> set[tuple[str, str]]:
+    """Packages and versions of words such as "jax[cuda]==0.11.2"."""
+    return set(re.findall(r"([\w-]+)(?:\[\w+\])?==([\d.]+)", text))
+
+
+def test_every_tool_is_pinned_and_by_the_same_version_everywhere():
+    groups = [word for group in PROJECT["dependency-groups"].values() for word in group]
+    words = [word.partition(";")[0].strip() for word in groups if isinstance(word, str)]
+    own = set().union(*map(pins, words))
+    assert len(own) == len(words)
+    for path in WORKFLOWS:
+        for name, version in pins(path.read_text()):
+            assert (name, version) in own or name not in dict(own), (path.name, name)
+
+
+def test_what_tests_run_with_is_within_what_is_said_to_be_tested():
+    ranges: dict[str, tuple] = dict(TESTED)
+    for name, (first, last) in integrations.TESTED.items():
+        ranges[name] = (numbers(first)[:2], numbers(last)[:2])
+    found = pins(str(PROJECT["dependency-groups"]))
+    for name, (oldest, newest) in ranges.items():
+        versions = [numbers(version)[:2] for package, version in found if package == name]
+        assert versions and all(oldest <= version <= newest for version in versions), name
+
+
 def test_the_notes_of_a_release_are_its_section_of_the_changelog():
     changelog = "# Changelog\n\n## 1.2.3, 2026-12-01\n\n- One.\n\n## 1.2.2\n\n- Before.\n"
     assert notes.notes("1.2.3", changelog, PACKAGE) == "- One.\n"
@@ -85,6 +112,26 @@ def test_the_version_and_the_address_are_the_same_everywhere():
     pages = ["SECURITY.md", "CITATION.cff", ".github/ISSUE_TEMPLATE/config.yml", "pyproject.toml"]
     text = "\n".join((ROOT / page).read_text() for page in pages)
     assert set(re.findall(r"https://github\.com/[\w-]+/[\w-]+", text)) == {source}
+
+
+def test_an_index_shows_a_page_whose_links_and_pictures_lead_into_the_repository():
+    project = {**PROJECT["project"], "version": "1.2.3"}
+    path = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["custom"]["path"]
+    assert ROOT / path == Path(index_page.__file__) and "readme" in project["dynamic"]
+    index_page.get_metadata_hook()(str(ROOT), {}).update(project)
+    page, own = project["readme"]["text"], (ROOT / "README.md").read_text(encoding="utf-8")
+    assert not index_page.RELATIVE.search(page)
+    source = PROJECT["project"]["urls"]["Source"]
+    found = re.findall(rf"{source}/(raw|blob)/v1\.2\.3/([\w./-]+)", page)
+    assert len(found) == len(index_page.RELATIVE.findall(own)) > 10
+    for kind, name in found:
+        assert (ROOT / name).exists() and (kind == "raw") == (Path(name).suffix == ".svg"), name
+
+
+def test_an_index_shows_code_and_whole_addresses_as_they_are():
+    page = "```python\nf[0](x)\n```\n[a](#b) [c](https://d.org) [e\nf](g/h.md#i)\n"
+    shown = index_page.absolute(page, "https://github.com/x/y", "2")
+    assert shown == page.replace("(g/", "(https://github.com/x/y/blob/v2/g/")
 
 
 def test_the_reference_has_every_public_function_where_it_is_defined():

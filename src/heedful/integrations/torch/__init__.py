@@ -3,7 +3,7 @@ torch's operators of it for the process (`activate`, `restore`). Nothing is repl
 """
 
 from heedful.integrations.torch.functional import sdpa
-from heedful.integrations.torch.registry import activate, restore
+from heedful.integrations.torch.registry import activate, is_active, restore
 from heedful.integrations.torch.report import Report
 
-__all__ = ["Report", "activate", "restore", "sdpa"]
+__all__ = ["Report", "activate", "is_active", "restore", "sdpa"]

@@ -79,6 +79,11 @@ def restore() -> None:
             _active.remove()
 
 
+def is_active() -> bool:
+    """Whether torch's operators are heedful's in this process."""
+    return _active is not None
+
+
 def _activate(key: str = "CUDA") -> None:
     """key: the dispatch key of the tensors that heedful runs."""
     attention.register_flash_attention_impl(NAME, register_fn=lambda: register(key))
