@@ -1,4 +1,4 @@
-"""The facts about an array that need no look at its values, whatever framework it lives in."""
+"""The facts about an array that do not depend on its values, whatever its framework."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ class ArraySpec(_Fields):
         aligned: bool = True,
         device: Any = None,
     ):
-        # NumPy's numbers read like Python's, and make other keys and no JSON.
+        # NumPy's numbers would make other keys than Python's, and cannot be written as JSON.
         shape, strides = wholes("shape", shape), wholes("strides", strides)
         if len(strides) != len(shape):
             raise ValueError(f"strides must be as many as dims, got {strides} for shape {shape}")
@@ -59,7 +59,7 @@ class ArraySpec(_Fields):
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The strides, but 0 for a dim of one element, which is never stepped over."""
+        """The strides, with 0 for a dim of one element, whose stride does not matter."""
         return tuple(map(_step, self.shape, self.strides))
 
     @property

@@ -1,5 +1,5 @@
-"""A device as the planner sees it: a handful of figures. The table serves planning without a GPU;
-at run time the live figures of the device at hand replace it (partitioned or cut-down parts)."""
+"""A device as the planner sees it: a few properties. A table has them for planning without a GPU.
+At run time those read from the device replace them, since a part may be partitioned or cut down."""
 
 from dataclasses import dataclass, replace
 
@@ -12,8 +12,8 @@ NO_GPU_ON_WINDOWS = (
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """One device. Rates are vendor figures for dense arithmetic, for reports, never for gates; 0 is
-    not known.
+    """One device. Rates are the vendor's, for dense arithmetic. Only reports use them, no gate
+    does; 0 means unknown.
 
     arch: the compiler's name of the target: sm_90, gfx950, cpu.
     units: streaming multiprocessors or compute units.
@@ -39,7 +39,7 @@ class DeviceSpec:
 
 
 def vendor_of(arch: str) -> str:
-    """nvidia, amd or cpu. Raises ValueError for what is no name of an architecture."""
+    """nvidia, amd or cpu. Raises ValueError if this is not the name of an architecture."""
     for vendor, prefix in (("nvidia", "sm_"), ("amd", "gfx"), ("cpu", "cpu")):
         if arch.startswith(prefix):
             return vendor
@@ -67,8 +67,8 @@ KNOWN: dict[str, DeviceSpec] = {
 
 
 def of_arch(arch: str, **figures) -> DeviceSpec:
-    """A device of this architecture: live figures (name, units, shared_bytes, l2_bytes), and the
-    rates of the first known device of that architecture, if there is one."""
+    """A device of this architecture. live: name, units, shared_bytes and l2_bytes as read from the
+    hardware. The rates are those of the first known device of the architecture, if there is one."""
     like = next((spec for spec in KNOWN.values() if spec.arch == arch), None)
     return DeviceSpec(arch=arch, **figures) if like is None else like.live(**figures)
 

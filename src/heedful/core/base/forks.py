@@ -1,8 +1,8 @@
-"""State that a forked child may not go on with as it is: locks that another thread of the parent
-held, which nobody will release, and the threads of libraries, which did not come along.
+"""State that a forked child must not use as it is: locks that another thread of the parent held,
+which nobody will release, and the threads of libraries, which do not exist in the child.
 
-The thread that called fork is the only one in the child, and its libraries take its threads for
-alive: OpenMP, and so torch on a CPU, waits for them for ever. Threads made in the child are well.
+The thread that called fork is the only one in the child, and libraries do not notice: OpenMP, and
+so torch on a CPU, waits for its threads for ever. Threads that the child makes work.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakSet
 
 _locks: WeakSet = WeakSet()
-# In a forked child: the thread that came along.
+# In a forked child: the thread that called fork.
 _stranded: int | None = None
 _helper: SimpleQueue | None = None
 
@@ -25,7 +25,7 @@ def new_lock() -> threading.Lock:
 
 
 def new_reentrant_lock() -> Any:
-    """As `new_lock`, for a thread that may come by again while it holds the lock."""
+    """As `new_lock`, for a thread that may take the lock again while it holds it."""
     return _freed(threading.RLock())
 
 
@@ -35,7 +35,7 @@ def _freed(lock: Any) -> Any:
 
 
 def is_stranded() -> bool:
-    """Whether this is the thread that came into a forked child."""
+    """Whether this process is a forked child and this its first thread."""
     return _stranded is not None and _stranded == threading.get_ident()
 
 

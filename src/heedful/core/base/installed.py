@@ -1,9 +1,8 @@
 """Which Triton is installed, whatever distribution brought it, and which one compiles.
 
-PyTorch's wheels bring it under names of their own: `triton-rocm` and `pytorch-triton-rocm` beside
-ROCm builds, `pytorch-triton` beside nightly ones. The Triton that counts is the one that `import
-triton` gives. Another one may lie in a folder apart, a toolchain, which worker processes import it
-from.
+PyTorch's wheels bring it under other names: `triton-rocm` and `pytorch-triton-rocm` beside ROCm
+builds, `pytorch-triton` beside nightly ones. The Triton of this process is the one that `import
+triton` gives. A toolchain is a folder with another one, which worker processes import.
 """
 
 import importlib
@@ -43,9 +42,9 @@ _SAYS = r"^__version__\s*=\s*['\"](\d[^'\"]*)['\"]\s*$"
 def triton_version() -> str | None:
     """The version of the Triton that `import triton` gives here, None where there is none.
 
-    That of the distribution, which also tells builds apart ("3.5.0+git1234"), if its numbers are
-    those of the module: of several distributions that were installed over one another, one has the
-    files. Otherwise the module's. It is imported only if its source does not say.
+    It is the distribution's version, which also names the build ("3.5.0+git1234"), if its numbers
+    are the module's: if several distributions were installed over each other, the files are those
+    of one. Otherwise it is the module's. It is imported only if its source does not say.
     """
     origin = _origin()
     return None if origin is None else _version_of(origin, tuple(sys.path))
@@ -128,7 +127,7 @@ class Compiler:
 
 @cache
 def assembler_version(path: Path) -> str:
-    """The version that ptxas says of itself; "unknown" where it cannot be asked."""
+    """The version that ptxas prints; "unknown" where it cannot run."""
     try:
         said = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=60
@@ -186,7 +185,7 @@ def toolchain_in(root: Path) -> Compiler | None:
 
 
 def python_tag() -> str:
-    """The end of a toolchain's folder name: the Python and the machine that it is for."""
+    """The end of a toolchain's folder name: its Python and its machine."""
     return f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
 
 

@@ -1,8 +1,7 @@
-"""Plain Python values from whatever stands for them: NumPy's numbers too, whose reprs and JSON
-differ, and with them keys of kernels and lists of problems; numbers in arrays of one element.
-
-And the bounds of what a caller may say, before a framework or a kernel has it: both count in int32
-and compute in float32. Numbers that are traced pass: symbols have no value to look at.
+"""Plain Python values from NumPy's numbers and from arrays of one element. (The reprs and JSON of
+NumPy's numbers differ, so that keys of kernels and recorded problems would differ.) This module
+also checks limits of what a caller may pass: frameworks and kernels count in int32 and compute in
+float32. Traced numbers pass unchecked: symbols have no value.
 """
 
 import operator
@@ -13,7 +12,7 @@ from heedful.core.base.symbols import Symbol
 
 # No length is longer: positions are int32.
 LONGEST = 2**31 - 1
-# A window that reaches as far has no end: a bound and two lengths up to it add up to an int32.
+# A window bound from which on there is none: it plus two lengths up to it still fit into an int32.
 FAR = 2**29
 # Scale and softcap, their reciprocals, and either times log2(e) are normal numbers of float32.
 LARGEST_FACTOR = 2.0**100
@@ -21,7 +20,7 @@ LARGEST_FACTOR = 2.0**100
 
 def wrong_type(name: str, wanted: str, value: Any) -> NoReturn:
     """Raises the TypeError of an argument that is not what is wanted."""
-    # To show what an array holds may have to wait for a device.
+    # To print an array's values might wait for a device.
     shown = "" if hasattr(value, "device") else f" ({value!r:.60})"
     raise TypeError(f"{name} must be {wanted}, got {type(value).__name__}{shown}")
 
@@ -93,7 +92,7 @@ def ints(name: str, values: Any, wanted: str, whole=whole) -> tuple[int, ...]:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is an array, or a scalar as NumPy has them, of any framework."""
+    """Whether it is an array of any framework, or a NumPy scalar."""
     return hasattr(value, "dtype") and hasattr(value, "item")
 
 
@@ -115,25 +114,26 @@ def check_length(name: str, value: Any) -> None:
 
 
 def parts(value: Any) -> Any:
-    """A number of parts as `whole` has it, and no more than there can be keys."""
+    """The number of splits, as `whole` returns it, and at most as many as there can be keys."""
     return LONGEST if type(value) is int and value > LONGEST else value
 
 
 def window(sides: tuple[Any, ...]) -> tuple[Any, ...]:
-    """(left, right) or (left, right, first), FAR in place of what reaches farther, and of a left
-    bound that leading keys pass by; wrong ones as they are."""
-    # torch.compile knows the `type` of a number that it takes for a symbol, and no `__class__`.
+    """(left, right) or (left, right, first). A bound of FAR or more becomes FAR, and so does a left
+    bound if the leading keys include all. Wrong values are returned as they are."""
+    # torch.compile handles `type(x)` of a symbolic number, but not `x.__class__`.
     if not any(type(side) is int and side >= FAR for side in sides):
         return sides
     near = [min(side, FAR) if type(side) is int else side for side in sides]
     if near[2:] == [FAR] and near[0] >= 0:
         near[0] = FAR
-    # The very one where it is near already: it is known by that.
+    # The same object where nothing changes: known calls are recognised by it.
     return sides if near == list(sides) else tuple(near)
 
 
 def check_window(sides: tuple[Any, ...], longest: Any) -> None:
-    """ValueError for a window that would hide keys of the longest sequence but for reaching FAR."""
+    """ValueError for a window of FAR or more if the longest sequence is longer, so that it would
+    hide keys."""
     if longest > FAR and any(side >= FAR for side in sides):
         raise ValueError(
             f"window_size must be below {FAR}, or -1 for no bound, where a sequence may have"
@@ -142,8 +142,8 @@ def check_window(sides: tuple[Any, ...], longest: Any) -> None:
 
 
 def check_factor(name: str, value: float, zero: str = "") -> None:
-    """ValueError for a number that no score can be multiplied and divided by in float32. zero: what
-    0 means, if that is allowed."""
+    """ValueError for a number by which float32 scores cannot be both multiplied and divided. zero:
+    the meaning of 0, if that is allowed."""
     size = abs(value)
     if not size <= LARGEST_FACTOR:
         raise ValueError(f"{name} must be at most 2**100 in size, got {value}")

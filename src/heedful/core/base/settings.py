@@ -47,7 +47,7 @@ def _base(variable: str, *usual: str) -> Path | None:
     """The folder that the XDG base directory specification gives; None where there is no home: a
     service without one, or a user id that the system has no entry for."""
     base = os.environ.get(variable, "")
-    # The specification: what is not absolute is to be ignored.
+    # The specification: a path that is not absolute is ignored.
     if os.path.isabs(base):
         return Path(base) / "heedful"
     home = os.environ.get("HOME") or _home_by_entry()
@@ -64,7 +64,7 @@ def data_folder() -> Path | None:
 
 
 def _home_by_entry() -> str:
-    """The home folder that the system has for this user; "" if it has none."""
+    """The home folder in the system's entry for this user; "" without one."""
     try:
         import pwd
 
@@ -192,7 +192,7 @@ TABLE = {
 
 
 def is_set(name: str) -> bool:
-    """Whether the environment has a say: an empty variable is as one that is not there."""
+    """Whether the environment sets it: an empty variable counts as unset."""
     return bool(os.environ.get(TABLE[name].variable))
 
 
@@ -213,13 +213,13 @@ class _Clears(Protocol):
 
 
 Cache = TypeVar("Cache", bound=_Clears)
-# Functions that forget all that was made of settings read once for each kind of call.
+# Functions that empty caches of what depends on settings that are read once for each kind of call.
 _forgetting: list[Callable[[], None]] = []
 
 
 def forgotten(cache: Cache) -> Cache:
-    """The cache, which `configure` clears, as it holds what was made of settings; and so does a
-    forked child: what it may not do, or must do elsewhere, is found at its own first calls."""
+    """The cache. `configure` clears it, since its entries depend on settings. A forked child clears
+    it, too, since it may not do all that its parent may."""
     _forgetting.append(cache.clear)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=cache.clear)
@@ -229,8 +229,7 @@ def forgotten(cache: Cache) -> Cache:
 def configure(**settings: Any) -> None:
     """Changes settings of this process, and of those that it starts: the environment variables
     HEEDFUL_BACKEND, HEEDFUL_CHECK_PAGES, ... by their names without HEEDFUL_, in lower case.
-
-        heedful.configure(backend="portable", workspace_limit_mb=512)
+    heedful.configure(backend="portable", workspace_limit_mb=512)
 
     Calls of known kinds are planned anew; programs that JAX has traced, and captured graphs, stay
     as they are. An environment variable that is changed otherwise is first read by calls of kinds

@@ -1,16 +1,14 @@
-"""Whole numbers that remember how they were worked out.
+"""Whole numbers that remember how they were computed.
 
 A call of a kind is planned and bound once with its lengths as symbols. The result is then a
-function of the lengths: straight-line code that computes every number anew. The questions asked
-about the lengths on the way (is there one tile of rows, do the tiles fill the device, is a stride a
-multiple of 8) are the function's guards. Lengths that answer otherwise are another case, which is
-planned and bound in turn. Code after the guards uses their answers. A number with only one possible
-value becomes that value, two equal numbers become one, and a question that the guards answer is not
-asked.
+function of the lengths: straight-line code that computes every number. The questions about the
+lengths on the way (is there one tile of rows, do the tiles fill the device, is a stride a multiple
+of 8) are the function's guards. Lengths with other answers make another case, which is planned and
+bound, too. Code after the guards uses their answers: a number with only one possible value becomes
+that value, two equal numbers become one, and a question that the guards answer is not asked.
 
-Code that wants a plain number of a symbol, to hash it or to index with it, pins it: its value
-becomes a guard. So a case can be too narrow, which costs plans for more lengths, but it is never
-wrong.
+Code that needs a plain number, to hash it or to index with it, pins the symbol: its value becomes a
+guard. So a case can be too narrow, which costs more plans, but it is never wrong.
 """
 
 import operator
@@ -23,7 +21,7 @@ from heedful.core.base import evaluated
 
 
 class Symbol:
-    """A whole number with the expression that it comes from, in terms of a trace's inputs. step: it
+    """A whole number with the expression that computes it from a trace's inputs. step: the number
     is a multiple of this whatever the inputs."""
 
     __slots__ = ("code", "step", "trace", "value")
@@ -38,7 +36,7 @@ class Symbol:
         return format(self.value, spec)
 
     def _pin(self) -> int:
-        value = int(self.value)  # an opaque function may have said True
+        value = int(self.value)  # an opaque function may have returned True
         self.trace.guard(f"{self.code} == {value}", True)
         return value
 
@@ -164,7 +162,7 @@ class Trace:
         return found
 
     def node(self, value: int, code: str, step: int = 1) -> Symbol:
-        """The number that `code` gives; the same code is the same number. step: see Symbol."""
+        """The number that `code` computes; the same code is the same number. step: see Symbol."""
         found = self._named.get(code)
         if found is None:
             name = f"t{len(self._named)}"
@@ -172,7 +170,7 @@ class Trace:
         return found
 
     def guard(self, code: str, truth: bool) -> bool:
-        """Keeps a question that was asked, with the answer that this case is for."""
+        """Keeps a question that was asked, and the answer to it in this case."""
         before = self._asked.get(code)
         if before is None:
             self._asked[code] = truth
@@ -181,11 +179,12 @@ class Trace:
         return truth
 
     def is_asked(self, code: str) -> bool:
-        """Whether all lengths of this case answer it alike."""
+        """Whether the answer is the same for all lengths of this case."""
         return code in self._asked
 
     def call(self, function: Callable[..., int], arguments: Sequence[Any]) -> Symbol:
-        """The number that a pure function of whole numbers gives, which is not looked into."""
+        """The number that a pure function of whole numbers returns; the trace keeps the call, not
+        its steps."""
         name = f"f_{function.__name__}"
         if self._functions.setdefault(name, function) is not function:
             raise AssertionError(f"{name} is two functions")
@@ -193,11 +192,12 @@ class Trace:
         return self.node(function(*values), f"{name}({', '.join(codes)})")
 
     def function(self, outputs: Iterable[Any]) -> Callable[[Sequence[int]], tuple | None]:
-        """The outputs of all symbols' values, in order; None where a guard fails."""
+        """A function from the values of all symbols, in order, to the outputs; it returns None
+        where a guard fails."""
         return _made([_Branch(self, "", outputs)], self._functions)
 
     def settled(self, numbers: Iterable[Any]) -> list[Any]:
-        """These numbers, plain where the guards so far leave one value."""
+        """These numbers; those with only one possible value under the guards so far are plain."""
         branches, path = [_Branch(self, "", ())], _Path(self._functions)
         for asked, truth in branches[0].guards:
             path.learn(path.question(asked, branches), truth)
@@ -215,12 +215,10 @@ Answer = Callable[[Sequence[int]], tuple[Any, tuple] | None]
 
 
 def joined(cases: Sequence[tuple[Trace, Iterable[Any], Any]]) -> Answer | None:
-    """One function for traces of the same inputs. Each comes with its outputs and a value that it
-    stands for. The function gives (value, outputs) of the trace whose guards hold, or None if there
-    is none.
-
-    The code computes once what traces share, and branches where they part. `joined` gives None if
-    traces part elsewhere than at a guard to which they give different answers.
+    """One function for several traces of the same inputs. cases: each trace with its outputs and a
+    value. The function returns (value, outputs) of the trace whose guards hold, or None if there is
+    none. Its code computes once what traces share, and branches where they differ. `joined` returns
+    None if traces first differ elsewhere than in the answer to a guard.
     """
     scope: dict[str, Any] = {}
     branches: list[_Branch] = []
@@ -236,12 +234,12 @@ def joined(cases: Sequence[tuple[Trace, Iterable[Any], Any]]) -> Answer | None:
 
 
 class _Unlike(Exception):
-    """Traces part elsewhere than at a guard."""
+    """Traces first differ elsewhere than in the answer to a guard."""
 
 
 class _Branch:
-    """A trace as a function is made of it: its steps by name, what was asked and answered, and what
-    comes before its outputs."""
+    """A trace prepared for a function: its steps by name, its questions and answers, and its
+    outputs."""
 
     def __init__(self, trace: Trace, before: str, outputs: Iterable[Any]):
         self.inputs, self.before, self.outputs = trace._inputs, before, outputs
@@ -258,18 +256,17 @@ _Question = tuple[str, str, str]
 
 
 class _Path:
-    """The state of a function that is being written, and the answers of its guards so far.
-
-    A step is written where something draws on it. None is where it has one value, or that of
-    another number.
+    """The state of a function that is being written, and the answers of its guards so far. A step
+    is written when something uses it. It is not written if it has only one possible value, or
+    equals another number.
     """
 
     def __init__(self, scope: dict[str, Any], other: "_Path | None" = None):
-        """other: the path that this one begins with, whose lines are written."""
+        """other: the path whose lines precede this one's."""
         self.lines: list[str] = []
         self.scope = dict(scope)
-        # Names of the function; what was computed, and its name; what stands for other names; the
-        # least and the most that a number may be.
+        # Names of the function; computed code and its name; names that stand for others; the least
+        # and the greatest possible value of a number.
         self.written: set[str] = set(other.written) if other else set()
         self._computed: dict[str, str] = dict(other._computed) if other else {}
         self._equals: dict[str, str] = dict(other._equals) if other else {}
@@ -277,7 +274,7 @@ class _Path:
 
     def atom(self, name: str, branches: Sequence[_Branch]) -> str:
         """The stand-in for a number: its name or that of its equal, or its value. Raises _Unlike
-        where traces have it from other steps."""
+        where traces compute it differently."""
         if name in self._equals:
             return self._standing(name)
         if name in self.written:
@@ -304,7 +301,7 @@ class _Path:
         return name
 
     def _simple(self, code: str, branches: Sequence[_Branch]) -> str:
-        """A step in atoms, as short as it can be here."""
+        """A step in atoms, simplified by the answers so far."""
         if choice := _CHOICE.fullmatch(code):
             yes, asked, no = choice.groups()
             truth = self.told(self.question(asked, branches))
@@ -330,7 +327,7 @@ class _Path:
         return left, sign, right
 
     def told(self, question: _Question) -> bool | None:
-        """The answer to it, if what was answered before says so."""
+        """The answer to it, if earlier answers imply it."""
         left, sign, right = question
         (low, high), (least, most) = self._range(left), self._range(right)
         match sign:
@@ -401,8 +398,8 @@ def _number(literal: str) -> int:
 
 
 def _write(branches: Sequence[_Branch], number: int, path: _Path) -> None:
-    """Writes branches that have answered alike the guards before this one. Guards whose answers
-    those before them tell, and steps that no guard and no output draws on, are left out."""
+    """Writes branches that gave the same answers to the guards before this one. It leaves out
+    guards whose answers earlier ones imply, and steps that no guard and no output uses."""
     while any([number < len(branch.guards) for branch in branches]):
         asked = [(*branch.guards[number : number + 1], ("", True))[0] for branch in branches]
         number += 1
@@ -443,7 +440,8 @@ def _made(branches: Sequence[_Branch], scope: dict[str, Any]) -> Any:
 
 
 def settled(numbers: Sequence[Any]) -> list[Any]:
-    """Numbers of one case. A number is plain where the questions so far leave it one value."""
+    """Numbers of one case; those with only one possible value under the answers so far are
+    plain."""
     for number in numbers:
         if isinstance(number, Symbol):
             return number.trace.settled(numbers)
@@ -451,12 +449,12 @@ def settled(numbers: Sequence[Any]) -> list[Any]:
 
 
 def value_of(number: Any) -> Any:
-    """The plain number behind a symbol, unguarded: for words alone."""
+    """The plain number behind a symbol, without a guard: for messages alone."""
     return number.value if isinstance(number, Symbol) else number
 
 
 def opaque(function: Callable[..., int]) -> Callable[..., int]:
-    """A pure function of whole numbers that symbols go through as one step."""
+    """A pure function of whole numbers that a trace of symbols keeps as one step."""
 
     def called(*arguments: int) -> int:
         for argument in arguments:
@@ -468,8 +466,8 @@ def opaque(function: Callable[..., int]) -> Callable[..., int]:
 
 
 def if_above(a: int, b: int, then: int, otherwise: int) -> int:
-    """`then` where a > b, else `otherwise`. Python's own `if` would make a case; this makes none,
-    since both stay in the function."""
+    """`then` where a > b, else `otherwise`. Python's `if` would make two cases; this makes none,
+    since the function contains both."""
     chosen = then if value_of(a) > value_of(b) else otherwise
     symbols = [number for number in (a, b) if isinstance(number, Symbol)]
     if not symbols:
@@ -484,7 +482,7 @@ def if_above(a: int, b: int, then: int, otherwise: int) -> int:
 
 
 def larger(a: int, b: int) -> int:
-    """max, of which no case comes."""
+    """max, without a case for each answer."""
     return if_above(a, b, a, b)
 
 

@@ -75,7 +75,7 @@ class AttentionCall(NamedTuple):
     v_in_k: bool = False
 
 
-# These make the classes' instances in less than half the time of a call of the class.
+# They make instances in less than half the time of a call of the class.
 new_options = MethodType(Options.__new__, Options)
 new_operands = MethodType(Operands.__new__, Operands)
 new_update = MethodType(CacheUpdate.__new__, CacheUpdate)
@@ -139,9 +139,9 @@ def split(args: tuple) -> tuple[Operands, Options, tuple]:
 
 
 def plain_window(window_size: Any, whole=whole) -> tuple[int, ...]:
-    """The tuple of ints that `window_size` stands for: any sequence or array of anything with
-    `__index__`, FAR in place of what reaches farther. Its length and whether it is too small are
-    left to MaskSpec. whole: makes an int of one of them.
+    """`window_size` as a tuple of ints. It may be any sequence or array of anything with
+    `__index__`; bounds of FAR or more become FAR. MaskSpec checks its length and least values.
+    whole: makes an int of an entry.
 
     Raises TypeError, or ValueError where it is no sequence.
     """
@@ -149,7 +149,7 @@ def plain_window(window_size: Any, whole=whole) -> tuple[int, ...]:
 
 
 def plain_origin(origin: Any, whole=whole) -> tuple[int, ...]:
-    """The four ints that `dropout_origin` stands for. Raises TypeError or ValueError."""
+    """`dropout_origin` as four ints. Raises TypeError or ValueError."""
     plain = ints("dropout_origin", origin, ORIGIN, whole)
     if len(plain) != 4 or not all(0 <= place <= _LARGEST_ORIGIN for place in plain):
         raise ValueError(f"dropout_origin must be {ORIGIN}, got {origin!r:.100}")

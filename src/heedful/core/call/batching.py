@@ -1,4 +1,4 @@
-"""When a new batch dim, as vmap brings it, may join the batch that a call has."""
+"""When a new batch dim, as from vmap, may be merged into the call's batch."""
 
 import math
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from heedful.core.call.operands import Operands
 
 
 def joins(shapes: Operands, mapped: Sequence[bool], options: Options) -> bool:
-    """Whether the mapped dim may be part of the batch: nothing of the call tells batches apart.
-
-    shapes: of the operands, without the mapped dim; None is absent. mapped: which have one.
+    """Whether the mapped dim may be merged into the batch: no result depends on an entry's place in
+    it. shapes: those of the operands, without the mapped dim; None is absent. mapped: which
+    operands have this dim.
     """
     if options.kind != "dense" or options.dropout_p > 0 or any(mapped[3:]):
         return False

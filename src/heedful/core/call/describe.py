@@ -1,8 +1,8 @@
 """From a call to its AttentionProblem, or to a clear error.
 
 These checks read shapes, strides, dtypes and plain values alone, so that every front end raises the
-same, nothing waits for a device, and fake arrays serve as well. Every error names the argument,
-what came and what is wanted. Shapes may hold symbols.
+same errors, nothing waits for a device, and fake arrays can be checked. Every error names the
+argument, what came and what is wanted. Shapes may hold symbols.
 """
 
 import math
@@ -63,12 +63,12 @@ def describe(call: AttentionCall) -> AttentionProblem:
     """
     problem = check(call)
     q, k, v = (dense_rows(spec) for spec in call.x[:3])
-    # Last: of lengths that are equal, as is known by now, strides are, too.
+    # Last: lengths are known to be equal by now, and with them strides.
     return replace(problem, **storage(q, k, v, call.out))
 
 
 def check(call: AttentionCall) -> AttentionProblem:
-    """As `describe`, of a call whose arrays have no memory."""
+    """As `describe`, for arrays without memory."""
     x, options = call.x, call.options
     _check_ranks(x, options)
     sizes = _Sizes.of(x, options)
@@ -113,7 +113,7 @@ def check(call: AttentionCall) -> AttentionProblem:
         deterministic=options.deterministic,
         num_splits=options.num_splits,
         v_in_k=call.v_in_k,
-        # Without a mask to draw, all places are one: the same plan and kernels.
+        # Without dropout the origin does not matter: all have the same plan and kernels.
         dropout_origin=tuple(options.dropout_origin) if drops else (0, 0, 0, 0),
     )
     problem.validate()
@@ -122,7 +122,7 @@ def check(call: AttentionCall) -> AttentionProblem:
 
 
 class _Sizes(NamedTuple):
-    """Dimensions of one call, read off its arrays: the first fields of AttentionProblem."""
+    """Dimensions of one call, read from its arrays: the first fields of AttentionProblem."""
 
     batch: int
     heads_q: int
@@ -146,7 +146,7 @@ class _Sizes(NamedTuple):
 
 
 def _check_arguments(x: Operands, options: Options) -> None:
-    """The arguments that a packed call must have."""
+    """Raises where a packed call lacks an argument that it needs."""
     if options.kind != "varlen":
         return
     for name in ("max_seqlen_q", "max_seqlen_k"):
@@ -216,7 +216,7 @@ def _check_ranks(x: Operands, options: Options) -> None:
 
 
 def _check_dtypes(call: AttentionCall) -> tuple[str, str]:
-    """Names of the dtypes of q and of keys and values."""
+    """Names of the dtypes of q, and of keys and values."""
     x, kind = call.x, call.options.kind
     k_name, v_name = argument_name("k", kind), argument_name("v", kind)
     dtype = x.q.dtype
@@ -238,7 +238,7 @@ def _check_dtypes(call: AttentionCall) -> tuple[str, str]:
 
 
 def _check_shapes(x: Operands, options: Options, sizes: _Sizes, kv_dtype: str) -> None:
-    """q, k and v against each other."""
+    """Raises ValueError unless the shapes of q, k and v match."""
     q, k, v = x.q.shape, x.k.shape, x.v.shape
     k_name, v_name = argument_name("k", options.kind), argument_name("v", options.kind)
     if options.kind == "dense" and k[0] != q[0]:
@@ -304,7 +304,7 @@ def _check_pages(x: Operands, sizes: _Sizes, k_name: str) -> None:
 
 
 def _check_lengths(x: Operands, options: Options, sizes: _Sizes) -> None:
-    """The arrays of ints that say where sequences lie."""
+    """Checks the arrays of ints that say where sequences lie."""
     for operand in _LENGTHS:
         spec = getattr(x, operand)
         if spec is None:
@@ -312,14 +312,14 @@ def _check_lengths(x: Operands, options: Options, sizes: _Sizes) -> None:
         name = argument_name(operand, options.kind)
         check_dtype(name, spec.dtype, "int32", "int64")
         if operand.startswith("cu_"):
-            # The batch was counted by one of them.
+            # The batch size was read from one of them.
             check_shape(name, spec.shape, x.cu_seqlens_q.shape, "(batch + 1,)")
         else:
             check_shape(name, spec.shape, (sizes.batch,), "(batch,)")
 
 
 def _check_window(x: Operands, options: Options, sizes: _Sizes) -> None:
-    """That a window which reaches as far as can be told hides nothing."""
+    """Raises ValueError for a window of FAR or more if sequences are longer."""
     if all(side < FAR for side in options.window_size):
         return
     q, k = sizes.seqlen_q, sizes.seqlen_k
@@ -330,7 +330,7 @@ def _check_window(x: Operands, options: Options, sizes: _Sizes) -> None:
 
 
 def _check_score_operands(x: Operands, sizes: _Sizes) -> None:
-    """The arguments that modify scores: bias, ALiBi, sink, tree mask, dropout's seed."""
+    """Checks the arguments that modify scores: bias, ALiBi, sink, tree mask, dropout's seed."""
     batch, heads = sizes.batch, sizes.heads_q
     if x.bias is not None:
         check_dtype("bias", x.bias.dtype, *FLOATS, "bool")
@@ -367,7 +367,8 @@ def _check_score_operands(x: Operands, sizes: _Sizes) -> None:
 
 
 def _check_scales(x: Operands, options: Options, sizes: _Sizes, dtype: str, kv_dtype: str) -> int:
-    """Descales and shifts; returns the values that share one scale, 0 for scales per head."""
+    """Checks descales and shifts; returns how many values share one scale, 0 for scales per
+    head."""
     if x[_FIRST_SCALE:] == _NO_SCALES:
         return 0
     quantized = kv_dtype != dtype
@@ -401,14 +402,14 @@ def _check_scales(x: Operands, options: Options, sizes: _Sizes, dtype: str, kv_d
 
 
 def check_pair(name: str, value: Any, other_name: str, other: Any) -> None:
-    """ValueError where one of two is given without the other."""
+    """ValueError where one of the two is there without the other."""
     if (value is None) != (other is None):
         missing, given = (name, other_name) if value is None else (other_name, name)
         raise ValueError(f"{missing} must be given with {given}, got None")
 
 
 def _scale_group(name: str, x: Operands, sizes: _Sizes) -> int | None:
-    """Values that share a scale of `name`_descale: 0 for one per head, None without scales."""
+    """How many values share a scale of `name`_descale: 0 for one per head, None without scales."""
     stored, scale = getattr(x, name), getattr(x, f"{name}_descale")
     shift = getattr(x, f"{name}_shift")
     if scale is None:
@@ -443,7 +444,7 @@ def check_seed(seed: int) -> None:
 
 
 def head_dim_v(v: ArraySpec) -> int:
-    """Values in a row of v, which may be two a byte."""
+    """Values in a row of v, of which one byte may hold two."""
     return v.shape[-1] * (2 if v.dtype == "uint8" else 1)
 
 
@@ -456,8 +457,8 @@ def check_out(out: ArraySpec, q: ArraySpec, v: ArraySpec) -> None:
 
 
 def check_results(problem: AttentionProblem, dout, dlse, out, lse) -> None:
-    """TypeError or ValueError unless a backward's arrays are as the results of its call; dlse may
-    be None."""
+    """TypeError or ValueError unless a backward's arrays have the shapes and dtypes of the call's
+    results; dlse may be None."""
     of_out, of_lse = (problem.out_shape, problem.out_dtype), (problem.lse_shape, "float32")
     words = "of the call's result"
     for name, spec, (shape, dtype) in (
@@ -474,8 +475,8 @@ def check_results(problem: AttentionProblem, dout, dlse, out, lse) -> None:
 def check_packed(
     packed: bool, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, leftpad_k
 ) -> None:
-    """ValueError for an argument that a call has which packs its sequences, where this one does
-    not, or the other way round."""
+    """ValueError for an argument of packed sequences in a call without them, or the other way
+    round."""
     if packed:
         if leftpad_k is not None:
             raise ValueError("leftpad_k must be None beside cu_seqlens_q, got one")
@@ -488,7 +489,7 @@ def check_packed(
 
 
 def no_out() -> ValueError:
-    """The error to raise where a gradient is wanted of a result that goes to the caller's array."""
+    """The error for a call with `out` that needs a gradient."""
     return ValueError(
         "out must be None where a gradient is wanted (autograd needs an output of its own; or"
         " use torch.no_grad()), got a tensor"

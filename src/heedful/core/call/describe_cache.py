@@ -1,4 +1,4 @@
-"""The checks of a call over a KV cache beyond attention itself."""
+"""Checks of a call over a KV cache that are not about attention itself."""
 
 from typing import Any, NoReturn
 
@@ -17,8 +17,8 @@ from heedful.core.call.problem import AttentionProblem
 
 
 def check_cache(call: AttentionCall, update: CacheUpdate) -> AttentionProblem:
-    """The problem of a call over a cache before anything is written, once all that it says about
-    the cache is checked too. update: of ArraySpecs, its length an int or one.
+    """The problem of a call over a cache, after all arguments about the cache are checked, too;
+    nothing is written. update: its arrays are ArraySpecs, its length an int or an ArraySpec.
 
     Raises TypeError or ValueError.
     """
@@ -37,8 +37,8 @@ def check_cache(call: AttentionCall, update: CacheUpdate) -> AttentionProblem:
 
 
 def attention_part(x: Operands, options: Options, update: CacheUpdate) -> tuple[Operands, Options]:
-    """The attention over the cache alone, before a shared prefix is merged with it by their lse.
-    The sink enters once, in the merge."""
+    """The attention over the cache alone, to be merged with that over a shared prefix. The sink
+    enters once, in the merge."""
     if update.shared_prefix is None:
         return x, options
     return x._replace(sink=None), options._replace(return_lse=True)
@@ -54,11 +54,10 @@ def check_int_length(length: int, new: int, capacity: int) -> None:
 
 
 def last_rotated_length(update: CacheUpdate, q_len: int, advance: bool) -> int | None:
-    """The most tokens before the new ones that leave a row of the rotary tables to each query; None
-    where queries need no rows of their own.
-
-    Queries may be more than the new keys, and then stand past those, though not past the tables.
-    advance: whether queries have a position each.
+    """The greatest length before the new tokens at which each query has a row in the rotary tables;
+    None where queries need no other rows than keys. There may be more queries than new keys; these
+    have later positions, which the tables must have. advance: whether each query has another
+    position.
     """
     if update.rotary_cos is None or not advance:
         return None
@@ -66,7 +65,8 @@ def last_rotated_length(update: CacheUpdate, q_len: int, advance: bool) -> int |
 
 
 def check_rotated_length(length: int, last: int, update: CacheUpdate) -> None:
-    """ValueError where a query stands past the rotary tables. last: of `last_rotated_length`."""
+    """ValueError where a query's position is past the rotary tables. last: the result of
+    `last_rotated_length`."""
     if length > last:
         rows = update.rotary_cos.shape[0]
         raise ValueError(
@@ -106,7 +106,7 @@ def _check_new_tokens(x: Operands, problem: AttentionProblem, update: CacheUpdat
 
 
 def quantises(x: Operands, update: CacheUpdate) -> bool:
-    """Whether new keys and values come as values, and are quantised as they are appended."""
+    """Whether new keys and values come unquantised, and are quantised as they are appended."""
     new = update.k
     return new is not None and x.k.dtype not in FLOATS and new.dtype in FLOATS
 

@@ -5,8 +5,8 @@ Key j is visible to query i iff
     -left <= j - i - off <= right      (a bound of -1 is no bound)
     or j < first and j - i - off <= right
 
-where `off` is the diagonal offset: `len_k - len_q + shift` when aligned bottom right (flash-attn
-2.1 and later, with the lengths actually used), `shift` when aligned top left (SDPA, jax.nn).
+where `off` is the diagonal offset: `len_k - len_q + shift` when aligned bottom right (as in
+flash-attn from 2.1 on, with the lengths in use), `shift` when aligned top left (SDPA, jax.nn).
 """
 
 from dataclasses import dataclass
@@ -85,7 +85,7 @@ class MaskSpec:
         return self.left < 0 and self.right == 0
 
     def offset(self, len_q: int, len_k: int) -> int:
-        """The diagonal offset for the lengths actually used."""
+        """The diagonal offset for the lengths in use."""
         return (len_k - len_q if self.bottom_right else 0) + self.shift
 
     def visible(self, i: int, j: int, len_q: int, len_k: int) -> bool:

@@ -10,8 +10,8 @@ class Operands(NamedTuple):
     q: (B, Sq, H, D), or (Tq, H, D) where cu_seqlens_q is given.
     k, v: (B, Sk, G, D | E), or (Tk, G, D | E) with cu_seqlens_k, or pages
         (num_pages, page_size, G, D | E) with block_table. The last dim has stride 1.
-    bias: (B, H, Sq, Sk), a stride of 0 where it is broadcast. A caller's may be bool, True where a
-        query sees a key; kernels get numbers. alibi_slopes: float32 (B, H), a
+    bias: (B, H, Sq, Sk), with strides of 0 where it is broadcast. The caller's may be bool, True
+    where a query sees a key; kernels get numbers. alibi_slopes: float32 (B, H), a
         stride of 0 where it is broadcast. sink: float32 (H,).
     cu_seqlens_q, cu_seqlens_k: int32 (B + 1,). seqused_q, seqused_k: int32 (B,), the lengths used
         of each sequence's storage (k: counted from leftpad_k on).
@@ -46,8 +46,8 @@ class Operands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The results of a backward. Kernels give dbias size 1 where the bias repeats, and dsink, (H,),
-    in float32; callers get both as their own are."""
+    """The results of a backward. From kernels dbias has size 1 where the bias is broadcast, and
+    dsink, (H,), is float32; callers get both in the shapes and dtypes of bias and sink."""
 
     dq: Any
     dk: Any
@@ -57,8 +57,8 @@ class Gradients(NamedTuple):
 
 
 def own_shape(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of what an array really holds: 1 where a stride of 0 repeats it. The strides of
-    an empty array say nothing: it is as it is."""
+    """The shape without broadcast dims: a dim of stride 0 has size 1. An empty array keeps its
+    shape, since its strides mean nothing."""
     if 0 in shape:
         return tuple(shape)
     return tuple(1 if step == 0 else size for size, step in zip(shape, strides, strict=True))

@@ -1,5 +1,5 @@
 """One attention call as frozen facts: no tensors, no framework. It has all that decides which
-kernel runs, and how. It lacks what only the kernel reads (addresses, strides)."""
+kernel runs, and how. It lacks addresses and strides, which only the kernel reads."""
 
 import math
 from collections.abc import Iterator
@@ -19,10 +19,10 @@ ITEM_BITS = {
     "int8": 8,
     "int4": 4,
 }
-# The bound for V and the output, and the bound for Q and K, which MLA makes wider than V by its
-# rotary part.
+# The largest head dim of V and the output, and that of Q and K, which in MLA have more columns than
+# V, for rotary positions.
 MAX_HEAD_DIM_V, MAX_HEAD_DIM = 512, 576
-NO_SCALE = 1e-30  # stands for all that is nearer to 0
+NO_SCALE = 1e-30  # replaces all that is nearer to 0
 NEAR_BYTES = 1 << 23
 
 
@@ -46,27 +46,23 @@ class AttentionProblem:
     """The facts of one call.
 
     batch, heads_q, heads_k, seqlen_q, seqlen_k: sizes; the lengths are the largest of the batch.
-    head_dim, head_dim_v: of Q and K, and of V and the output.
-    total_q, total_k: packed tokens, None where that side is (batch, seqlen, ...).
-    dtype, kv_dtype, out_dtype: names as in torch and NumPy; int4 is two values a byte.
-    scale: multiplies q k^T, at least NO_SCALE in size. softcap: 0 is off. dropout_p: 0 is off.
-    used_q, used_k: per-sequence lengths inside the given storage (seqused, cache_seqlens).
-    page_size: keys a page of a paged cache, 0 if not paged.
-    alibi, bias, sink, tree_mask, kv_batch_idx, leftpad_k: whether the call has them.
-    kv_group: values that share one scale of a quantised cache, 0 if a descale per head at most.
-    kv_shift: the quantised cache has a zero shift per scale.
-    needs_grad, bias_grad: whether a backward will follow, and one for the bias.
-    return_lse: whether the caller reads the log-sum-exp.
-    return_probs: the sign-coded dropped probabilities are wanted (tests).
-    keeps_rest: the rest that rounding the log-sum-exp left is wanted beside it, for a merge on a
-    GPU.
-    deterministic: the backward must be bit-equal from run to run.
-    num_splits: 0 = choose, 1 = do not split the keys, n = split them in n.
-    aligned: all bases and strides are multiples of 16 bytes.
-    even_rows: batch entries or pages of K and V begin whole numbers of rows apart, fewer than 2^30.
-    near_rows: rows of Q, K, V and the output begin less than NEAR_BYTES apart.
-    v_in_k: V is a view of the first head_dim_v values of each row of K (MLA).
-    dropout_origin: (batch, head, row, column) of this call's first score in the whole problem, so
+    head_dim, head_dim_v: of Q and K, and of V and the output. total_q, total_k: packed tokens, None
+    where that side is (batch, seqlen, ...). dtype, kv_dtype, out_dtype: names as in torch and
+    NumPy; int4 is two values a byte. scale: multiplies q k^T, at least NO_SCALE in size. softcap: 0
+    is off. dropout_p: 0 is off. used_q, used_k: per-sequence lengths inside the given storage
+    (seqused, cache_seqlens). page_size: keys a page of a paged cache, 0 if not paged. alibi, bias,
+    sink, tree_mask, kv_batch_idx, leftpad_k: whether the call has them. kv_group: how many values
+    share one scale of a quantised cache, 0 for a scale per head or none. kv_shift: the quantised
+    cache has a zero shift per scale. needs_grad, bias_grad: whether a backward will follow, and
+    whether it computes the bias's gradient. return_lse: whether the caller reads the log-sum-exp.
+    return_probs: the sign-coded dropped probabilities are wanted (tests). keeps_rest: the rounding
+    error of the log-sum-exp is wanted beside it, for a merge on a GPU. deterministic: the backward
+    must be bit-equal from run to run. num_splits: 0 = choose, 1 = do not split the keys, n = split
+    them in n. aligned: all bases and strides are multiples of 16 bytes. even_rows: the batch stride
+    of K and V (or the stride of pages) is a multiple of the row stride, and less than 2^30 rows.
+    near_rows: rows of Q, K, V and the output begin less than NEAR_BYTES apart. v_in_k: V is a view
+    of the first head_dim_v values of each row of K (MLA). dropout_origin: (batch, head, row,
+    column) of this call's first score in the whole problem, so
         that a shard draws the mask that the unsharded call would.
     """
 
@@ -111,7 +107,8 @@ class AttentionProblem:
     dropout_origin: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     def __post_init__(self):
-        # A float32 may round the scale to 0, and 0 times a hidden score, an infinity, would be NaN.
+        # Rounded to float32 the scale might be 0, and 0 times a hidden score, which is -inf, would
+        # be NaN.
         if abs(self.scale) < NO_SCALE:
             object.__setattr__(self, "scale", NO_SCALE)
 
@@ -151,7 +148,7 @@ class AttentionProblem:
         return Lengths(self.batch, self.seqlen_q, self.seqlen_k, self.total_q, self.total_k)
 
     def at(self, lengths: Lengths) -> "AttentionProblem":
-        """The same problem of other lengths, in a third of the time of `replace`."""
+        """The same problem with other lengths, in a third of the time of `replace`."""
         problem = object.__new__(AttentionProblem)
         for name, put, get in _SLOTS:
             put(problem, getattr(lengths, name) if name else get(self))
@@ -197,7 +194,7 @@ class AttentionProblem:
 
     @property
     def quantized_kv(self) -> bool:
-        """Keys and values are stored in fewer bits than the queries are computed in."""
+        """Whether keys and values are stored in fewer bits than queries."""
         return ITEM_BITS[self.kv_dtype] <= 8 < ITEM_BITS[self.dtype]
 
     def features(self) -> frozenset[str]:
@@ -251,7 +248,7 @@ class AttentionProblem:
         return replace(self, page_size=0, total_k=None, used_k=True, even_rows=True)
 
     def validate(self) -> None:
-        """Raises ValueError naming the argument for figures no attention call can have."""
+        """Raises ValueError naming the argument for values that no attention call can have."""
         for name in ("batch", "seqlen_q", "seqlen_k", "page_size", "kv_group"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
@@ -290,7 +287,8 @@ class AttentionProblem:
             )
 
     def flops(self, backward: bool = False) -> int:
-        """Multiply-adds counted as two, over visible pairs: 2 products forward, 5 backward."""
+        """The FLOPs: two for each multiply-add over visible pairs, of 2 products forward and 5
+        backward."""
         pairs = self.batch * self.heads_q * self.mask.count_visible(self.seqlen_q, self.seqlen_k)
         if backward:
             return pairs * (6 * self.head_dim + 4 * self.head_dim_v)
@@ -344,7 +342,7 @@ _KINDS = {field.name: field.type for field in fields(AttentionProblem)}
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A fact as plain Python has it. Raises TypeError naming it."""
+    """A fact as a plain Python value. Raises TypeError naming it."""
     kind = _KINDS.get(name)
     if name == "dropout_origin":
         return wholes(name, value)
@@ -359,7 +357,7 @@ def _plain(name: str, value: Any) -> Any:
     return value
 
 
-# The features that a call can ask of a kernel, in the words that reasons and the documentation use.
+# The features of calls, as reasons and the documentation call them.
 FEATURES = {
     "causal": "causal mask",
     "window": "sliding window",

@@ -1,8 +1,8 @@
-"""Quantised keys and values, whatever the framework: what storage holds, and what is refused."""
+"""Checks of quantised keys and values, for all frameworks."""
 
 from heedful.core.call.describe import FLOATS, check_dtype, check_shape
 
-# Storage -> the largest magnitude it is used for; int4 and int8 are symmetric around 0.
+# Storage -> the largest magnitude that is stored; int4 and int8 are used symmetrically around 0.
 QUANT_MAX = {
     "int4": 7,
     "int8": 127,
@@ -15,9 +15,8 @@ QUANT_MAX = {
 def check_quantize(
     shape: tuple[int, ...], dtype: str, storage: str, asked: object, group_size: int | None
 ) -> int:
-    """How many values share a scale, of values (..., head_dim) of `dtype`.
-
-    asked: the storage as the caller gave it, for the message. Raises TypeError, ValueError.
+    """How many values share a scale. shape, dtype: those of the values (..., head_dim). asked: the
+    storage as the caller named it, for the message. Raises TypeError, ValueError.
     """
     check_dtype("x", dtype, *FLOATS)
     if storage not in QUANT_MAX:

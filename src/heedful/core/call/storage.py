@@ -15,7 +15,7 @@ def has_dense_rows(spec: ArraySpec) -> bool:
 
 
 def dense_rows(spec: ArraySpec) -> ArraySpec:
-    """The array, or where its last dim has another stride than 1 the copy that kernels get."""
+    """The array, or, if the stride of its last dim is not 1, the copy that kernels get."""
     if has_dense_rows(spec):
         return spec
     return ArraySpec.contiguous(spec.shape, spec.dtype, spec.device)
@@ -35,7 +35,7 @@ def casts(x: Operands) -> dict[str, str]:
 
 
 def copies(x: Operands, kind: str = "dense") -> tuple[str, ...]:
-    """A note for the user about the arrays that are copied or cast. kind: of the options."""
+    """Notes for the user about the arrays that are copied or cast. kind: as in `Options`."""
     notes = [
         f"{name} is copied: its last dim has stride {spec.strides[-1]}"
         for name, spec in zip("qkv", x[:3], strict=True)
@@ -52,13 +52,13 @@ def copies(x: Operands, kind: str = "dense") -> tuple[str, ...]:
 
 
 def mask_dtype(q: str) -> str:
-    """The dtype in which kernels get a bias of bool beside queries of this one: 16 bits, and theirs
-    where that has as many."""
+    """The dtype in which kernels get a bool bias: that of the queries, `q`, if it has 16 bits, else
+    bfloat16."""
     return q if item_bytes(q) == 2 else "bfloat16"
 
 
 def storage(q: ArraySpec, k: ArraySpec, v: ArraySpec, out: ArraySpec | None) -> dict[str, bool]:
-    """The problem's facts that are about bases and strides."""
+    """The problem's facts about addresses and strides."""
     specs = (q, k, v) if out is None else (q, k, v, out)
     return {
         "aligned": all(map(_is_aligned, specs)),
@@ -68,7 +68,7 @@ def storage(q: ArraySpec, k: ArraySpec, v: ArraySpec, out: ArraySpec | None) -> 
 
 
 def extent(spec: ArraySpec) -> int:
-    """How many bytes lie between the first element's begin and the last one's end."""
+    """The bytes from the start of the first element to the end of the last."""
     if 0 in spec.shape:
         return 0
     last = sum([(size - 1) * step for size, step in zip(spec.shape, spec.strides, strict=True)])
@@ -77,10 +77,9 @@ def extent(spec: ArraySpec) -> int:
 
 def may_share(one: ArraySpec, other: ArraySpec, apart: int) -> bool:
     """Whether two arrays may have bytes in common; False only if they have none. apart: bytes from
-    the begin of one to that of the other.
-
-    Arrays of which one lies in the gaps of the other (keys and values in one cache, columns of one
-    matrix) have rows at the same steps: seen modulo such a step, each is one stretch of bytes.
+    the start of one to that of the other. If one array lies in the gaps of the other (keys and
+    values in one cache, columns of one matrix), both have rows at the same steps: modulo such a
+    step, each is one interval of bytes.
     """
     if not -extent(other) < apart < extent(one):
         return False
@@ -113,7 +112,7 @@ def _are_near(specs: Sequence[ArraySpec]) -> bool:
         if len(spec.shape) > 2:
             step = abs(spec.strides[-3]) * item_bytes(spec.dtype)
             apart, alone = apart | step, alone | if_above(spec.shape[-3], 1, step, 0)
-    # Steps of dense arrays are known whatever the lengths; that of a single row is of no account.
+    # Steps of dense arrays do not depend on the lengths; that of a single row does not matter.
     return bool(apart < NEAR_BYTES or alone < NEAR_BYTES)
 
 
@@ -123,15 +122,15 @@ def _has_even_rows(spec: ArraySpec) -> bool:
     if len(shape) != 4:
         return True
     batch, row = spec.strides[:2]
-    # Strides first: of dense arrays they answer whatever the lengths.
+    # Strides first: for dense arrays they decide whatever the lengths.
     if row > 0 and not batch % row and batch // row * shape[0] < 1 << 30:
         return True
     return bool(shape[0] <= 1 or shape[1] <= 1)
 
 
 def are_mappable(shape: Sequence[int], strides: Sequence[int], item: int) -> bool:
-    """Whether a tensor map can be made of rows, as far as strides say: they are multiples of 16
-    bytes, and no element stands for several. item: bytes of one."""
+    """Whether the strides allow a tensor map over rows: they are multiples of 16 bytes, and no dim
+    is broadcast. item: bytes of an element."""
     steps = 0
     for axis in range(len(shape) - 1):
         if shape[axis] > 1:

@@ -1,1 +1,2 @@
-"""From a problem to a plan: kernels, sizes, splits, and why no other. May import all of `core`."""
+"""From a problem to a plan: kernels, sizes, splits, and the reasons against other kernels. May
+import all of `core`."""

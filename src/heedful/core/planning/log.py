@@ -13,7 +13,7 @@ log = logging.getLogger("heedful")
 
 
 def configure() -> None:
-    """Applies the setting; without one, leaves logging to the application."""
+    """Applies the setting; without one, the application configures logging."""
     if not settings.is_set("log"):
         return
     log.setLevel(settings.get("log").upper())
@@ -24,7 +24,7 @@ def configure() -> None:
 
 
 def decision(plan: Plan) -> None:
-    """Tells which kernels were chosen; called once per distinct call."""
+    """Logs which kernels were chosen; called once per distinct call."""
     if log.isEnabledFor(logging.DEBUG):
         log.debug("planned\n%s", explain(plan))
     elif log.isEnabledFor(logging.INFO):

@@ -20,8 +20,8 @@ from heedful.core.registry.tiles import HopperConfig, SharedKeysConfig, TileConf
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A kernel that was not chosen, with every reason; or a backend, with those that all of its
-    variants share."""
+    """A kernel that was not chosen, with every reason; or a backend, with the reasons that all of
+    its variants share."""
 
     backend: str
     direction: str
@@ -38,14 +38,14 @@ class Plan:
     """The decision for one problem on one device: all that the code of its kernels depends on.
     `sizes` gives the rest, which lengths change.
 
-    backend, level, variant: of the forward, which of its backend's kernels, "" where there is but
-    one; backward, backward_level, backward_variant: of the backward, None without one.
-    configs: kernel name ("portable.forward", ...) -> its tiles; measured: where from.
-    is_split: whether the keys are split in parts that are merged. scheduler: how the programs of a
-    Hopper forward get their tiles. short_q: the most queries of a sequence that a decode kernel
+    backend, level, variant: of the forward; variant is "" if the backend has one kernel. backward,
+    backward_level, backward_variant: of the backward, None without one. configs: kernel name
+    ("portable.forward", ...) -> its tiles; measured: kernel name -> where they were measured.
+    is_split: whether the keys are split and results merged. scheduler: how the programs of a Hopper
+    forward get their work tiles. short_q: the most queries of a sequence that a decode kernel
     handles, where the Hopper forward handles longer ones; 0 = one kernel handles all. by_hand:
-    options of `Overrides`.
-    notes: what a user may want to know (copies made, settings that took part).
+    options of `Overrides`. notes: what a user may want to know (copies made, settings that took
+    part).
     """
 
     problem: AttentionProblem
@@ -77,8 +77,8 @@ class Plan:
         return next((self.configs[k] for k in self.variant_of("forward").configs), None)
 
     def appends_ahead(self, has_new: bool = True, leaves_q: bool = False) -> str:
-        """Why new keys and values go into a cache by a launch before attention; empty where the
-        forward's kernel appends them.
+        """Why a launch before attention writes new keys and values into the cache; empty if the
+        forward's kernel does.
 
         has_new: whether there are any. leaves_q: whether rotated queries are a result, too.
         """
@@ -90,7 +90,7 @@ class Plan:
         if not has_new:
             return "no new keys come"
         problem = self.problem
-        # A kernel without queries would never reach the new keys.
+        # Without queries a kernel visits no keys, and would not write the new ones.
         is_empty = 0 in (problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim)
         return "there are no queries" if is_empty else ""
 
@@ -100,18 +100,16 @@ class Plan:
         direction: str = "forward",
         stored_k: int | None = None,
     ) -> Sizes:
-        """Grids, splits and scratch for these lengths, by default the problem's own.
-
-        Kernels are right for any lengths. The best tiles may depend on lengths, so that new lengths
-        may want a plan of their own. stored_k: keys that a sequence has room for, where that is not
-        seqlen_k.
+        """Grids, splits and scratch for these lengths, by default the problem's. Kernels are
+        correct for any lengths. The best tiles may depend on lengths, so that another plan may be
+        faster for others. stored_k: keys that a sequence has room for, if not seqlen_k.
         """
         problem = self.problem if lengths is None else self.problem.at(lengths)
         return sizes.of(self, problem, direction, stored_k)
 
     @property
     def num_splits(self) -> int:
-        """How many splits of the problem's own keys there are, 1 = not split."""
+        """How many splits the problem's keys have, 1 = not split."""
         return sizes.splits_of(self, self.problem)
 
 
@@ -124,9 +122,9 @@ def plan(
 ) -> Plan:
     """The best kernels for `problem` on `device`.
 
-    backend: use this one, or what `by_hand.named` chose; ValueError with every reason if it
-    cannot. If its backward cannot, the next backend takes the backward. Raises ValueError where no
-    kernel can.
+    backend: use this one, or the choice of `by_hand.named`; ValueError with every reason if it
+    cannot. If its backward cannot take the problem, the next backend takes the backward. Raises
+    ValueError where no kernel can.
     """
     named = asked(backend)
     by_hand = {} if named is None else named.options
@@ -167,8 +165,8 @@ def plan(
 
 
 def _left_to_others(v: Variant, problem, device, toolchain, named: Overrides | None) -> list[str]:
-    """Why a variant that is not named leaves a problem to others that take it: to any,
-    or to those of the backend that is asked for."""
+    """Why a variant that is not named leaves a problem to others that take it: to any, or to those
+    of the named backend."""
     preferences = [] if named and named.variant else v.preferences
     found = [other for prefers in preferences if (other := prefers(problem, device))]
     return [
@@ -186,8 +184,8 @@ def _left_to_others(v: Variant, problem, device, toolchain, named: Overrides | N
 def _choose(
     direction, problem, device, toolchain, named: Overrides | None, backend: str | None
 ) -> tuple[Variant, tuple[Rejection, ...]]:
-    """The first kernel that can, and the rejections on the way. named: what `backend` stands for,
-    None for any kernel."""
+    """The first kernel that can take the problem, and the rejections before it. named: the kernels
+    that `backend` names, None for any."""
     chosen, rejected, refused = None, [], []
     tools = toolchain or Toolchain()
     allowed = named.kernels() if named else []
@@ -196,7 +194,8 @@ def _choose(
         for v in row.taking(problem.dtype):
             if v not in allowed and not v.serves(tools.framework):
                 continue
-            # This is asked first: another kernel takes most problems, and the rest need no check.
+            # This is asked first: it rules out this kernel for most problems, and saves the other
+            # checks.
             reasons = []
             if named is None or v in allowed:
                 reasons = _left_to_others(v, problem, device, toolchain, named)
@@ -226,8 +225,8 @@ def _choose(
 
 
 def _rejections(row: KernelRow, told: list, chosen: Variant | None) -> list[Rejection]:
-    """One of a backend, with the reasons that its variants share, if these share some; else of each
-    variant."""
+    """One rejection of the backend, with the reasons that its variants share, if they share some;
+    else one for each variant."""
     first = told[0][1] if told else []
     shared = [reason for reason in first if all(reason in reasons for _, reasons in told)]
     if shared and (chosen is None or chosen not in row.variants):
@@ -236,9 +235,8 @@ def _rejections(row: KernelRow, told: list, chosen: Variant | None) -> list[Reje
 
 
 def stored_as(plan: Plan, **facts: bool) -> Plan:
-    """The plan for tensors stored otherwise. Its backward takes these, too.
-
-    facts: those of `core.call.storage`, as in AttentionProblem.
+    """The same plan for tensors with other strides, which its backward takes, too. facts: those of
+    `core.call.storage`, as in AttentionProblem.
     """
     problem = replace(plan.problem, **facts)
     if problem == plan.problem:
@@ -256,7 +254,8 @@ def _configs(
     backward: Variant | None,
     by_hand: Mapping[str, int],
 ) -> dict[str, tuple[TileConfig, ConfigRow]]:
-    """The config of every kernel that takes part, fitted to the problem, and where it is from."""
+    """The config of every kernel that takes part, adapted to the problem, and where it was
+    measured."""
     tools = toolchain or Toolchain()
     # Maps each kernel to the Triton that it is planned for.
     kernels = {
@@ -265,8 +264,8 @@ def _configs(
         if row is not None
         for kernel in row.configs
     }
-    # This kernel makes probabilities anew from the log-sum-exp, for tests and for the gradient of
-    # the bias.
+    # This kernel computes probabilities from the log-sum-exp, for tests and for the gradient of the
+    # bias.
     if "portable.scores" in kernels:
         triton = kernels.pop("portable.scores")
         if problem.return_probs or problem.bias_grad:
@@ -281,19 +280,19 @@ def _configs(
 
 
 def _as_seen(kernel: str, problem: AttentionProblem, forward: Variant) -> AttentionProblem:
-    """The problem for which a kernel's tiles are chosen: short sequences of a mixed batch mostly
-    have one new token."""
+    """The problem for which a kernel's tiles are chosen. For the short sequences of a mixed batch
+    it has one query, as most of them have."""
     if forward.short_queries and kernel in SHORT_KERNELS:
         return problem.at(problem.lengths._replace(seqlen_q=1))
     return problem
 
 
 def _dealt_out(row: Variant, tiles, problem: AttentionProblem, device: DeviceSpec) -> dict:
-    """Whether the keys are split, and which scheduler deals out the tiles."""
+    """Whether the keys are split, and which scheduler gives out the work tiles."""
     forward = next((tiles[kernel][0] for kernel in row.configs if kernel in tiles), None)
     splits = 1
     if "split_kv" in row.features:
-        # A CPU chooses no splits: its threads share what there is.
+        # On a CPU keys are not split by default: its threads share the tiles.
         splits = max(1, problem.num_splits)
         if forward is not None:
             splits = 1 if problem.return_probs else sizes.best_splits(forward, problem, device)

@@ -1,4 +1,4 @@
-"""The part of a plan that lengths change: grids, how work is dealt out, splits, scratch.
+"""The part of a plan that lengths change: grids, schedules, splits, scratch.
 
 All pure: numbers in, numbers out. Lengths may be symbols (core/base/symbols.py). So `smaller` and
 `larger` replace Python's own min and max, which would compare the symbols at once.
@@ -32,21 +32,21 @@ from heedful.core.registry.tiles import (
 if TYPE_CHECKING:
     from heedful.core.planning.plan import Plan
 
-# How programs get their tiles. dynamic: a program for each SM takes its next tile by a counter.
-# static: it takes every n-th. single: a program for each tile.
+# How programs get their work tiles. dynamic: there is a program for each SM, which draws its next
+# tile from a counter. static: it takes every n-th tile. single: there is a program for each tile.
 Scheduler = Literal["dynamic", "static", "single"]
 
 # The L2 head swizzle: heads of a group under a mask; how often the tiles of the last group fill the
-# device; the tiles of a head below which all groups are as large (H200, 2026-11-22,
+# device; if heads have fewer tiles than this, all groups are that large (H200, 2026-11-22,
 # measurements/hopper-forward.md).
 _L2_HEADS, _L2_HEADS_FP8 = 4, 2
 _LAST_WAVES = 2
 _L2_GROUP_TILES = 8
-# For the backward, whose key tiles share queries, their gradients and sums of dQ: how much of L2,
-# in percent, these are to fill.
+# In the backward, key tiles share queries, dO and sums of dQ: these are to fill so much of L2, in
+# percent.
 _L2_SHARE = 40
-# Unmasked heads whose key tiles begin together where they take turns: each head begins only one at
-# a time. Under a diagonal all tiles begin, and more heads are slower
+# Without a mask, where key tiles take turns: so many heads begin key tiles together, since only one
+# tile of a head can begin at a time. Under a causal mask all tiles begin, and more heads are slower
 # (measurements/hopper-backward.md).
 _HEADS_IN_TURN = 4
 
@@ -64,7 +64,7 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class LaunchSizes:
-    """One kernel's grid, and the numbers of its work that it gets."""
+    """One kernel's grid, and the sizes of its work that it gets as arguments."""
 
     grid: tuple[int, int, int]
     numbers: Mapping[str, int]
@@ -72,8 +72,8 @@ class LaunchSizes:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes that lengths change. num_splits: in how many parts the keys are split, 1 = not.
-    launches: by kernel: those with tuned tiles, and their helpers."""
+    """The sizes that lengths change. num_splits: how many splits the keys have, 1 = not split.
+    launches: by kernel, for those with tuned tiles and their helpers."""
 
     num_splits: int
     launches: Mapping[str, LaunchSizes]
@@ -85,7 +85,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def of(plan: "Plan", problem: AttentionProblem, direction: str, stored_k: int | None) -> Sizes:
-    """The sizes of one direction of a plan for a problem that differs from its own in lengths."""
+    """The sizes of one direction of a plan. problem: may differ from the plan's in lengths."""
     if direction == "backward":
         return _backward(plan, problem, problem.seqlen_k if stored_k is None else stored_k)
     splits, partials = splits_of(plan, problem), ()
@@ -114,7 +114,7 @@ def of(plan: "Plan", problem: AttentionProblem, direction: str, stored_k: int | 
 
 
 def splits_of(plan: "Plan", problem: AttentionProblem) -> int:
-    """The number of parts into which a split plan splits the keys of these lengths."""
+    """How many splits a split plan makes of the keys of these lengths."""
     config = plan.forward_config
     if isinstance(config, SharedKeysConfig):
         return asked_splits(problem, config.block_n) if problem.num_splits else 1
@@ -153,9 +153,9 @@ def heads_in_l2(problem: AttentionProblem, device: DeviceSpec) -> int:
 def scheduler_of(
     config: HopperConfig, problem: AttentionProblem, device: DeviceSpec, splits: int
 ) -> Scheduler:
-    """Dynamic where lengths differ under a mask, and for packed queries, whose tiles only the
-    device can count. Static where lengths hardly differ. Single (a program for each tile, which the
-    hardware deals out) where neither is known to be faster."""
+    """Dynamic under a mask, where tiles take different times, and for packed queries, whose tiles
+    only the device can count. Static where tiles take about the same time. Single (a program for
+    each tile) where neither is known to be faster."""
     if problem.varlen_q:
         return "dynamic"
     if problem.used_q or problem.ragged_k:
@@ -168,14 +168,14 @@ def scheduler_of(
 
 def _head_tiles(config: HopperConfig, problem: AttentionProblem) -> int:
     """Tiles of queries of one head. For packed sequences, whose lengths only the device knows, it
-    is the most that there can be."""
+    is an upper bound."""
     if problem.total_q is not None:
         return problem.total_q // config.block_m + problem.batch
     return problem.batch * ceil_div(problem.seqlen_q * config.group_rows(problem), config.block_m)
 
 
 def work_heads(config: HopperConfig, problem: AttentionProblem) -> int:
-    """Heads of one batch entry whose queries have tiles of their own."""
+    """Heads of one batch entry that have separate tiles."""
     return problem.heads_k if config.group_rows(problem) > 1 else problem.heads_q
 
 
@@ -185,13 +185,12 @@ def hopper_tiles(config: HopperConfig, problem: AttentionProblem) -> int:
 
 
 def _l2_swizzle(plan: "Plan", config: HopperConfig, problem: AttentionProblem) -> dict[str, int]:
-    """The number of heads whose tiles are dealt out together, the longest first, and the number of
-    such groups before the last, which takes the heads that remain.
-
-    Without a mask heads go one after the other, so that K and V stay in L2. Under a mask a group
-    has a few heads. The last group has enough that its short tiles outlast its longest, as far as
-    L2 has room. Where heads have few tiles, all groups are as large. With packed queries only the
-    device knows the tiles, and the last sequences are short.
+    """The number of heads in an L2 group, whose tiles are given out the longest first, and the
+    number of such groups before the last, which takes the remaining heads. Without a mask a group
+    is one head, so that K and V stay in L2. Under a mask a group has a few heads. The last group
+    has enough heads that its short tiles fill the time of its longest, as far as L2 has room. Where
+    heads have few tiles, all groups are as large. Packed queries have no such last group: only the
+    device knows their tiles, and the last sequences are short.
     """
     heads = work_heads(config, problem)
     if not problem.varlen_q:
@@ -203,7 +202,7 @@ def _l2_swizzle(plan: "Plan", config: HopperConfig, problem: AttentionProblem) -
         return {"l2_heads": few, "l2_groups": (heads - 1) // few}
     tiles = hopper_tiles(config, problem) // heads
     last = ceil_div(_LAST_WAVES * plan.device.units, tiles)
-    # With many keys and few queries all tiles have about one length in any case.
+    # With many keys and few queries all tiles take about the same time in any case.
     last = smaller(last, larger(few, heads_in_l2(problem, plan.device)))
     width = if_above(_L2_GROUP_TILES, tiles, last, few)
     return {"l2_heads": width, "l2_groups": (larger(last, heads) - last) // width}
@@ -224,7 +223,7 @@ def _hopper_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     launches = {_hopper_kernel(plan): LaunchSizes((programs, 1, 1), numbers)}
     workspaces = []
     if plan.scheduler == "dynamic":
-        # Earlier kernels begin the count.
+        # An earlier kernel sets the counter.
         ahead = isinstance(config, HopperFp8Config) and not config.transposes_v
         counter = ArraySpec.contiguous((1,), "int32")
         workspaces.append(
@@ -249,7 +248,7 @@ def _hopper_kernel(plan: "Plan") -> str:
 
 
 def _transpose_v(config: HopperFp8Config, problem: AttentionProblem):
-    """V with keys innermost: (B, G, E, positions); packed, (1, G, E, positions)."""
+    """Scratch for V with keys innermost: (B, G, E, positions), packed (1, G, E, positions)."""
     entries, blocks = problem.batch, ceil_div(problem.seqlen_k, V_T_KEYS)
     if problem.total_k is not None:
         entries, blocks = 1, problem.total_k // V_T_KEYS + problem.batch
@@ -282,20 +281,20 @@ def _portable_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     return {"portable.forward": LaunchSizes(grid, numbers)}, ()
 
 
-# Columns of partial results: four values of each of 16 words at least.
+# Columns of partial results: at least four values for each of 16 words.
 LEAST_COLUMNS = 64
 
 
 def _short_q(plan: "Plan") -> dict[str, int]:
-    """The numbers that both kernels of a mixed batch get."""
+    """The bound of short sequences, which both kernels of a mixed batch get."""
     return {"short_q": plan.short_q} if plan.short_q else {}
 
 
 def _decode_tiles(
     plan: "Plan", config: SharedKeysConfig, problem: AttentionProblem
 ) -> tuple[int, int]:
-    """Tiles of rows of a KV head, of a sequence, or of packed ones of all, as many as there can be;
-    and units of all sequences."""
+    """Row tiles of a KV head: of each sequence, or, if packed, of all, as many as there can be. And
+    the work tiles of a line."""
     if plan.short_q:
         tiles = ceil_div(plan.short_q * problem.group, config.block_m)
         return tiles, tiles * problem.batch
@@ -307,23 +306,24 @@ def _decode_tiles(
 
 
 def _decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
-    """Programs for the whole device, as many for each line of units, unless there is less to do."""
+    """Programs that fill the device, the same number for each line of work tiles, or fewer if there
+    is less to do."""
     return _shared_keys(plan, problem, "decode.forward")
 
 
 def _hopper_decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
-    """The same, or a few less where equal lengths then have fewer parts. Beside a kernel that has
-    the long sequences nobody knows how many there are."""
+    """The same, or a few less where equal lengths then have fewer segments. In a mixed batch nobody
+    knows how many sequences are short, so there it is the same."""
     return _shared_keys(plan, problem, "hopper_decode.forward", evens=not plan.short_q)
 
 
 def _shared_keys(plan: "Plan", problem: AttentionProblem, kernel: str, evens: bool = False):
-    """Scratch for two parts of each share, or for all of a tile of rows that is split in a given
-    number. evens: whether shares are as `_even_shares` has them."""
+    """Scratch for two segments of each share, or, if the caller fixes the splits, for all segments
+    of a row tile. evens: whether shares are those of `_even_shares`."""
     config, heads = plan.configs[kernel], problem.heads_k
     assert isinstance(config, SharedKeysConfig)
     tiles, all_units = _decode_tiles(plan, config, problem)
-    # Lines of a KV head, and units of a line.
+    # Lines of a KV head, and work tiles of a line.
     rows, units = (1, all_units) if problem.total_q is not None else (tiles, problem.batch)
     key_tiles = larger(1, ceil_div(problem.seqlen_k, config.block_n))
     parts = ceil_div(key_tiles, config.least_tiles)
@@ -352,14 +352,15 @@ def _shared_keys(plan: "Plan", problem: AttentionProblem, kernel: str, evens: bo
 
 
 def _counts(units) -> Workspace:
-    """How many parts of each unit are done: 0 again once these are merged."""
+    """Counters of the finished segments of each work tile: 0 again after the merge."""
     buffer = ArraySpec.contiguous((units,), "int32")
     return Workspace("counts", buffer, zeroed=True, left_zero=True)
 
 
 def _even_shares(places, batch):
-    """Shares of a line of `batch` units: whole ones for each, or as many parts of each, where that
-    leaves less than a sixteenth of the places idle. Equal lengths then have fewer parts."""
+    """Shares of a line of `batch` work tiles: one share for each work tile, or the same number for
+    each, if less than a sixteenth of the places then stays idle. Equal lengths then have fewer
+    segments."""
     batch = larger(1, batch)
     few = ceil_div(batch, ceil_div(batch, places))
     shares = if_above(batch, places, few, places // batch * batch)
@@ -367,14 +368,14 @@ def _even_shares(places, batch):
 
 
 def _mla_forward(plan: "Plan", problem: AttentionProblem, splits: int):
-    """As of the decode kernel; each half of the columns has slots and counts of its own."""
+    """As for the decode kernel, but each half of the columns has its own scratch and counters."""
     config = plan.configs["mla.forward"]
     assert isinstance(config, MlaConfig)
     return _latent(plan, problem, "mla.forward", config, 2)
 
 
 def _mla_swap_ab_forward(plan: "Plan", problem: AttentionProblem, splits: int):
-    """The same, of one consumer."""
+    """The same with one consumer."""
     config = plan.configs["mla_swap_ab.forward"]
     assert isinstance(config, MlaSwapConfig)
     return _latent(plan, problem, "mla_swap_ab.forward", config, 1)
@@ -383,7 +384,7 @@ def _mla_swap_ab_forward(plan: "Plan", problem: AttentionProblem, splits: int):
 def _latent(
     plan: "Plan", problem: AttentionProblem, kernel: str, config: SharedKeysConfig, consumers: int
 ):
-    """consumers: that share the columns, each of which has slots and counts of its own."""
+    """consumers: how many share the columns; each has its own scratch and counters."""
     tiles = ceil_div(problem.seqlen_q * problem.group, config.block_m)
     lines = larger(1, tiles * problem.heads_k)
     parts = larger(1, ceil_div(problem.seqlen_k, config.block_n * config.least_tiles))
@@ -418,7 +419,8 @@ _FORWARD = {
 
 
 def _backward(plan: "Plan", problem: AttentionProblem, stored_k: int) -> Sizes:
-    """The gradient of a bias has the tiles of its own shape."""
+    """Sizes of the portable backward. The gradient of a bias has other tiles, by the bias's
+    shape."""
     delta = Workspace("delta", ArraySpec.contiguous(problem.lse_shape, "float32"))
     if plan.backward == "hopper":
         launches, workspaces = _hopper_backward(plan, problem, stored_k)
@@ -443,8 +445,8 @@ def _backward(plan: "Plan", problem: AttentionProblem, stored_k: int) -> Sizes:
 
 
 def references(problem: AttentionProblem) -> tuple[Workspace, Workspace]:
-    """For each row the number that the backward subtracts from scores, and the factor of the
-    resulting probabilities."""
+    """Scratch for two numbers of each row: the reference that the backward subtracts from scores,
+    and the factor of the probabilities."""
     rows = ArraySpec.contiguous(problem.lse_shape, "float32")
     return Workspace("reference", rows), Workspace("factor", rows)
 
@@ -456,8 +458,8 @@ def _backward_splits(
     tiles: int,
     q_blocks: int,
 ) -> int:
-    """The number of parts into which the visits of a key tile are split. Packed sequences have at
-    least `tiles` tiles, each of any length up to the longest's, whatever the mask."""
+    """How many splits the visits of a key tile have. Packed sequences have at least `tiles` tiles,
+    each of any length up to the longest's, whatever the mask."""
     if config.splits:
         return config.splits
     is_triangle = problem.mask.right >= 0 and problem.mask.left < 0
@@ -525,7 +527,7 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
         Workspace("dout_scale", rows_of),
     ]
     if problem.sink:
-        # Its gradient is made beside the others.
+        # The sink's gradient is computed by another kernel.
         workspaces += references(problem)
     if config.draws:
         # The prologue clears both.

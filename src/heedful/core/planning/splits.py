@@ -12,24 +12,23 @@ from heedful.core.call.problem import ITEM_BITS, AttentionProblem
 
 MAX_SPLITS = 128
 MAX_BACKWARD_SPLITS = 16
-# A grid's second axis, which splits are in, ends there.
+# The limit of a grid's second axis, which counts splits.
 LARGEST_AXIS = 65535
-# Counts that are compared, besides those that fill the device once, twice and so on up to WAVES
-# times: of more, finer ones are no faster.
+# Counts of splits that are compared, besides those that fill the device once, twice and so on up to
+# WAVES times.
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 WAVES = 4
-# The fewest splits whose time is within this share of the best.
+# The fewest splits are taken whose time exceeds the best by no more than this fraction.
 WORTH = 0.98
 MIB = 1 << 20
 
 
 class Costs(NamedTuple):
-    """Microseconds that a forward in splits takes.
-
-    launch: of the kernel. key_tile: of a key tile of any size. products: of 2**20 products of a
-    query's and a key's values in a tile. memory: of 2**20 bytes that each program of a full device
-    reads. results: of 2**14 results of a work tile. combine: of the combine's launch. partials: of
-    2**20 bytes of partial results, which are written and read again.
+    """Microseconds, from which the time of a split forward is estimated. launch: for the kernel's
+    launch. key_tile: for a key tile of any size. products: for 2**20 multiply-adds in a tile.
+    memory: for 2**20 bytes that each program of a full device reads. results: for 2**14 results of
+    a work tile. combine: for the combine's launch. partials: for 2**20 bytes of partial results,
+    which are written and read again.
     """
 
     launch: float
@@ -55,11 +54,10 @@ COSTS = Costs(
 
 
 class Grid(NamedTuple):
-    """A forward before its keys are split.
-
-    programs: work tiles of all rows. tiles: key tiles that each goes through. block_m, block_n:
-    rows and keys of a tile. dims: of a key and its value together. item_bits: of one of theirs.
-    readers: programs that read the same keys. results: of the whole call.
+    """A forward before its keys are split. programs: its work tiles. tiles: key tiles of each.
+    block_m, block_n: rows and keys of a tile. dims: the head dims of K and V together. item_bits:
+    bits of an element. readers: how many programs read the same keys. results: how many numbers the
+    output has.
     """
 
     programs: int
@@ -72,11 +70,10 @@ class Grid(NamedTuple):
     results: int
 
     def time(self, splits: int, units: int, costs: Costs) -> float:
-        """Microseconds with the keys in so many splits, on so many units.
-
-        A wave of programs takes a unit each. They share the memory's bandwidth: a tile's loads
-        outlast its products where many programs run. Both overlap, but not perfectly. The sum of
-        their cubes models that.
+        """Microseconds with `splits` splits of the keys on `units` SMs. In a wave each program has
+        one SM. Programs share the memory's bandwidth: where many run, a tile's loads take longer
+        than its products. Both overlap, but not perfectly. The cube root of the sum of their cubes
+        models that.
         """
         share = -(-self.tiles // splits)
         products = self.block_m * self.block_n * self.dims / 2 / MIB
@@ -96,7 +93,7 @@ class Grid(NamedTuple):
 
 
 def grid_of(problem: AttentionProblem, rows: int, block_n: int, pack: int) -> Grid:
-    """The grid of a forward with tiles of so many rows and keys, as `choose_splits` has them."""
+    """The grid of a forward. rows, block_n, pack: as in `choose_splits`."""
     heads, beside = (problem.heads_k, 1) if pack > 1 else (problem.heads_q, problem.group)
     row_tiles = -(-problem.seqlen_q * pack // rows)
     return Grid(
@@ -115,10 +112,10 @@ def asked_splits(problem: AttentionProblem, block_n: int) -> int:
     """num_splits, or the number of tiles of `block_n` keys of the longest sequence if that is less.
 
     No bit of a result depends on which of them it is. Every kernel cuts a sequence by its own
-    tiles, into parts of ceil(tiles / splits) tiles. With more splits than tiles that is one tile,
-    however many splits there are, and merges skip empty parts. So a batch's longest sequence, which
-    decides here, changes no other one's result. If there are two or more, at least two are left:
-    one would be another kernel.
+    tiles, into splits of ceil(tiles / splits) tiles. If there are more splits than tiles, a split
+    is one tile, and merges skip empty splits. So the batch's longest sequence, which decides here,
+    does not change the result of another. If two or more are asked for, at least two remain, since
+    an unsplit forward is another kernel.
     """
     if problem.num_splits <= 2:
         return problem.num_splits
@@ -133,8 +130,8 @@ def choose_splits(
 ) -> int:
     """The number of splits: 1 where the grid of row tiles fills the device by itself.
 
-    rows: query rows that one program takes. pack: rows that one position takes, above 1 those of
-    all query heads of a KV head.
+    rows: query rows that one program takes. pack: rows of a tile that one position takes; above 1,
+    the query heads of a KV head share a tile.
     """
     if problem.num_splits:
         return asked_splits(problem, block_n)
@@ -142,8 +139,8 @@ def choose_splits(
 
 
 def candidates(programs: int, tiles: int, units: int) -> list[int]:
-    """Counts of splits worth comparing. Several counts leave programs the same share of the tiles.
-    The least of these is taken, since all its splits have work."""
+    """Counts of splits worth comparing. With several counts the largest split has as many tiles.
+    The least of these counts is taken, since all its splits have work."""
     full = units // max(1, programs)
     wanted = {*COUNTS, *range(full, WAVES * full + 1, full or 1)} - {0}
     shares = {-(-tiles // count) for count in wanted if count <= min(MAX_SPLITS, tiles)}
@@ -159,7 +156,7 @@ def _best(*figures: int) -> int:
 
 
 def fewest(grid: Grid, units: int, costs: Costs = COSTS) -> int:
-    """The fewest splits that take no longer than the best, but for a share."""
+    """The fewest splits whose time is close to the best."""
     return _fewest(_times(*grid[:-1], units, costs), grid.results)
 
 
@@ -173,8 +170,9 @@ def _fewest(known: tuple, results: int) -> int:
 
 @lru_cache(4096)
 def _times(*figures) -> tuple[list[int], list[float], list[float]]:
-    """Counts of splits that are compared, the time of each but for partial results, and that of one
-    result. Lengths of as many tiles have these alike, and differ in results alone."""
+    """The counts of splits that are compared, the time of each without partial results, and the
+    time of one partial result. Lengths with the same number of tiles differ only in the number of
+    results."""
     *shape, units, costs = figures
     grid = Grid(*shape, results=0)
     counts = candidates(grid.programs, grid.tiles, units)
@@ -182,9 +180,10 @@ def _times(*figures) -> tuple[list[int], list[float], list[float]]:
     return counts, [grid.time(n, units, costs) for n in counts], each
 
 
-# The cost of a work tile of the Hopper backward beside its visits, in visits: for keys, values and
-# results; of split visits, for results in float32 that are summed later, too. The fewest splits
-# whose time is within this share of the best (measurements/hopper-backward.md).
+# The cost of a work tile of the Hopper backward without its visits, in units of a visit: for keys,
+# values and results; and with splits, also for float32 results that are summed later. The fewest
+# splits are taken whose time exceeds the best by no more than this fraction
+# (measurements/hopper-backward.md).
 TILE_VISITS, SPLIT_VISITS = 2, 6
 BACKWARD_WORTH = 0.9
 
@@ -192,12 +191,10 @@ BACKWARD_WORTH = 0.9
 @opaque
 @lru_cache(4096)
 def choose_backward_splits(tiles: int, visits: int, units: int, is_triangle: bool) -> int:
-    """The number of parts into which to split the visits of a key tile, so that work tiles fill the
-    device evenly.
-
-    tiles: key tiles of all heads. visits: of one that every query sees. is_triangle: tiles are of
-    any length up to the longest, as under a diagonal, and drawn from the longest; else they are
-    alike, and fill the device in waves.
+    """Into how many splits to cut the visits of a key tile, so that work tiles fill the device
+    evenly. tiles: key tiles of all heads. visits: those of a key tile that every query sees.
+    is_triangle: tiles have any length up to the longest, as under a causal mask, and are drawn the
+    longest first; else they are equal, and fill the device in waves.
     """
 
     def time(splits: int) -> float:
@@ -208,8 +205,8 @@ def choose_backward_splits(tiles: int, visits: int, units: int, is_triangle: boo
         longest = visits / splits
         times = [longest + beside, programs * (longest / 2 + beside) / units]
         if programs > units:
-            # The program that drew the shortest of the first wave draws the longest of the second.
-            # From two waves on the mean above is no less.
+            # The program that drew the shortest tile of the first wave draws the longest of the
+            # second. With two waves or more the mean above is no less than that.
             times.append(2 * (longest * (1 - units / programs) + beside))
         return max(times)
 

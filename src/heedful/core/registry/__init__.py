@@ -1,2 +1,2 @@
-"""Which kernels there are, what they ask of a problem, and their tuned tiles, as data. May import
-`core.base` and `core.call`."""
+"""The kernels, the problems that they take, and their tuned tiles, as data. May import `core.base`
+and `core.call`."""

@@ -1,4 +1,5 @@
-"""The choices of bench and tests in the planner's place: a variant, and options of its kernels."""
+"""Choices that bench and tests make instead of the planner: a variant, and options of its
+kernels."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -36,11 +37,10 @@ OPTIONS = {
 
 
 class Overrides(str):
-    """A choice by hand, and the name that calls give as their backend to have it. No plain string
-    is equal to it: such a string chooses nothing, and no key finds the calls of one for the other.
-
-    backend, variant: what is to run; directions without such a variant are left to the planner,
-    and so are all where it is "". options: of those in OPTIONS, for the kernels that have them.
+    """A choice by hand, which a call takes as its `backend`. No plain string is equal to it: such a
+    string chooses nothing, and the two have different keys. backend, variant: the kernels to run.
+    The planner chooses for directions without such a variant, and for all if backend is "".
+    options: some of OPTIONS, for the kernels that have them.
     """
 
     __slots__ = ("backend", "options", "variant")
@@ -65,16 +65,15 @@ class Overrides(str):
     __hash__ = str.__hash__
 
     def kernels(self) -> list[capability.Variant]:
-        """Those that may run."""
+        """The kernels that may run."""
         own = [v for v in capability.VARIANTS if v.backend == self.backend]
         chosen = {v.direction for v in own if v.name == self.variant}
         return [v for v in own if v.name == self.variant or v.direction not in chosen]
 
 
 def named(backend: str, variant: str = "", **options: int) -> Overrides:
-    """The choice of a variant and of options, which a call gives as its backend.
-
-    Raises ValueError for a kernel that there is not, and for options that it has not.
+    """The choice of a variant and of options, for the `backend` of a call. Raises ValueError for an
+    unknown kernel, and for options that it does not have.
     """
     chosen = Overrides(backend, variant, options)
     if backend not in capability.backends():
@@ -90,8 +89,8 @@ def named(backend: str, variant: str = "", **options: int) -> Overrides:
 
 
 def forced(words: str) -> str:
-    """The backend that a call gives for BACKEND/VARIANT+OPTION=NUMBER+..., the words of command
-    lines of bench. A backend alone, an alias, or a choice stands for itself. Raises ValueError."""
+    """The `backend` for a text BACKEND/VARIANT+OPTION=NUMBER+..., as command lines of bench have
+    it. A backend's name alone, an alias, or a choice is returned as it is. Raises ValueError."""
     if isinstance(words, Overrides):
         return words
     kernel, *given = words.split("+")
@@ -109,7 +108,7 @@ def forced(words: str) -> str:
 
 
 def asked(backend: str | None) -> Overrides | None:
-    """The choice that a name stands for, None for the planner's. Raises ValueError."""
+    """The choice for a backend's name; None leaves it to the planner. Raises ValueError."""
     if backend is None or isinstance(backend, Overrides):
         return backend
     name, variant = capability.ALIASES.get(backend, (backend, ""))
@@ -120,7 +119,8 @@ def asked(backend: str | None) -> Overrides | None:
 
 
 def with_options(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionProblem) -> ConfigRow:
-    """A row with these of its kernel's options. Raises ValueError for what cannot be."""
+    """A config row with those options that its kernel has. Raises ValueError for values that it
+    cannot have."""
     own = {name: value for name, value in chosen.items() if name in OPTIONS.get(row.kernel, ())}
     if not own:
         return row

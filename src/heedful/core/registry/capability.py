@@ -44,18 +44,17 @@ LEVELS = {
 
 # The first JAX whose call of compiled kernels takes machine code and tensor maps.
 JAX_ON_GPUS = (0, 11, 1)
-# This is after every version that there is.
+# Later than every version.
 _NEWEST = (sys.maxsize,)
 
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """Versions at hand, as int tuples; None is absent. The default stands for the newest.
-
-    packs: `Variant.packed_as` of kernels in a loaded pack, which need no Triton, and the one that
-        they are planned for.
-    validated: backends that passed `heedful validate` on this device, and may be chosen by default.
-    framework: whose arrays a call has, "torch" or "jax".
+    """The versions of Triton, torch and others here, as int tuples; None is absent. The default
+    means the newest. packs: for the kernels of loaded packs, which need no Triton,
+    `Variant.packed_as` and the Triton for which they are planned. validated: backends that passed
+    `heedful validate` on this device, and may be chosen by default. framework: the one whose arrays
+    a call has, "torch" or "jax".
     """
 
     triton: tuple[int, ...] | None = _NEWEST
@@ -66,35 +65,31 @@ class Toolchain:
     framework: str = "torch"
 
     def tritons_of(self, packed_as: str) -> list[tuple[int, ...]]:
-        """Versions that a variant's kernels may be from, the oldest first: the installed one and
-        the pack's. Kernels that differ are planned for the oldest, so that the pack is found and
-        the installed one compiles what it lacks."""
+        """The Tritons that a variant's kernels may come from, the oldest first: the installed one
+        and the pack's. If these differ, kernels are planned for the older, so that the pack's are
+        found and the installed Triton can compile others."""
         packed = dict(self.packs).get(packed_as)
         return sorted(version for version in (self.triton, packed) if version is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One kernel of a backend for one direction, and what it takes.
-
-    name: within its backend; "" where it is the only one.
-    alias: what it was called when it was a backend. That name still chooses it.
-    levels: architecture -> support level; "nvidia:*" stands for NVIDIA parts not listed.
-    features: what it takes beyond plain dense attention.
-    max_dim, dim_multiple: head dims of QK and V: at most (V MAX_HEAD_DIM_V), and a multiple of.
-    by_default: whether the planner may choose it where no backend is named.
-    short_queries: the most queries of a sequence that a decode kernel handles, where the Hopper
-    forward handles longer ones.
-    gathers_pages: it takes keys in pages as dense copies, see torch/eager/pages.py.
-    appends: it writes new keys and values into a cache itself, and rotates keys and queries; its
+    """One kernel of a backend for one direction, and the problems that it takes. name: within its
+    backend; "" if it is the only one. alias: its name when it was a backend, which still chooses
+    it. levels: architecture -> support level; "nvidia:*" stands for NVIDIA parts not listed.
+    features: what it takes beyond plain dense attention. max_dim, dim_multiple: the largest head
+    dim of Q and K (V's is at most MAX_HEAD_DIM_V, too), and what head dims are multiples of.
+    by_default: whether the planner may choose it where no backend is named. short_queries: the most
+    queries of a sequence that a decode kernel handles, where the Hopper forward handles longer
+    ones. gathers_pages: it takes keys in pages as dense copies, see torch/eager/pages.py. appends:
+    it writes new keys and values into a cache itself, and rotates keys and queries; its
         program module has a `step`, see launch/program/programs.py.
-    gates: further conditions, each a function that returns a reason or None.
-    preferences: the calls that it leaves to others by default, see preferences.py.
-    configs: the kernels with tuned tiles that it launches, in the table of
-    core/registry/configs.py.
-    program: the module whose `forward` and `backward` make its Program; "" launches no kernels.
-    module: the module whose `forward` and `backward` run on the host.
-    framework: whose calls it takes, "" for any; the planner names no other's to a caller.
+    gates: further conditions, each a function that returns a reason or None. preferences: the calls
+    that it leaves to others by default, see preferences.py. configs: the kernels with tuned tiles
+    that it launches, in the table of core/registry/configs.py. program: the module whose `forward`
+    and `backward` make its Program; "" launches no kernels. module: the module whose `forward` and
+    `backward` run on the host. framework: the one whose calls it takes, "" for any; a plan does not
+    mention variants of other frameworks.
     """
 
     backend: str
@@ -121,7 +116,7 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """The backend, and which of its variants."""
+        """The names of backend and variant."""
         return label(self.backend, self.name)
 
     @property
@@ -136,8 +131,8 @@ class Variant:
     def why_not(
         self, problem: AttentionProblem, device: DeviceSpec, toolchain: Toolchain | None = None
     ) -> list[str]:
-        """Every reason why this kernel cannot run the problem; empty if it can. Where the kernel
-        does not exist at all, that is the only reason."""
+        """Every reason why this kernel cannot run the problem; empty if it can. If there is no
+        kernel for the device, that is the only reason."""
         if self.level(device) is None:
             return [f"no kernel for {device.arch}"]
         reasons = []
@@ -182,7 +177,7 @@ class Variant:
         return reasons
 
 
-# Features that the dtypes of a row speak of.
+# Features that a row states by its dtypes.
 _KINDS = frozenset({"fp8", "quantized_kv"})
 
 _EVERY_FEATURE = frozenset(FEATURES)
@@ -192,7 +187,7 @@ _QUANTIZED = ("int8", "int4", *FP8)
 def _on_cpus(
     backend: str, framework: str, least: tuple[int, ...], module: str
 ) -> tuple[Variant, ...]:
-    """The rows of a framework's own backend for CPUs, which takes every call."""
+    """The variants of a framework's backend for CPUs, which takes every call."""
     common: dict[str, Any] = {"max_dim": MAX_HEAD_DIM, "least": ((framework, least),)}
     common |= {"module": module, "framework": framework}
     here, dtypes = {"cpu": "run"}, (*FLOATS, *FP8)
@@ -274,7 +269,7 @@ def _mixed(
 
 
 def _latent(name: str, few_rows: Gate) -> Variant:
-    """A kernel of latent vectors, of so few rows."""
+    """A kernel for latent vectors. few_rows: whether it is the one for few query rows."""
     return Variant(
         "decode",
         "forward",
@@ -303,13 +298,13 @@ def _latent(name: str, few_rows: Gate) -> Variant:
     )
 
 
-# A backward holds these beside probabilities until dP is there: how much of a score a cap left, and
+# A backward holds these beside probabilities until dP is there: the derivative of the softcap, and
 # which probabilities were dropped.
 _HELD = {"softcap", "dropout"}
 
 
 def _hopper_backward(name: str, features: set[str], max_dim: int, *own: Gate) -> Variant:
-    """A Hopper backward that takes these features, too."""
+    """A Hopper backward. features: what it takes beyond those of all."""
     kernel = "hopper.backward" if name == "backward" else f"hopper.backward_{name}"
     return Variant(
         "hopper",
@@ -323,7 +318,7 @@ def _hopper_backward(name: str, features: set[str], max_dim: int, *own: Gate) ->
         ),
         max_dim=max_dim,
         dim_multiple=8,
-        # For gl.inline_asm: sums of dQ leave by cp.reduce.async.bulk.
+        # For gl.inline_asm: sums of dQ are stored by cp.reduce.async.bulk.
         least=(("triton", (3, 9)),),
         gates=(gates.some_tokens, gates.positive_scale, gates.out_as_in, gates.aligned_draws)
         + (gates.near_softcap, *own),
@@ -420,7 +415,7 @@ VARIANTS: tuple[Variant, ...] = (
             | {"head_dims_differ", "return_lse"}
         ),
         max_dim=256,
-        # 16 bytes, which TMA wants strides to be multiples of.
+        # 16 bytes: TMA requires strides that are multiples of these.
         dim_multiple=16,
         # For gl.inline_asm.
         least=(("triton", (3, 9)),),
@@ -483,7 +478,7 @@ VARIANTS: tuple[Variant, ...] = (
         "",
         _PORTABLE_LEVELS,
         FLOATS,
-        # Only calls that record no gradient pick cache rows by index.
+        # Only calls that record no gradient have cache rows by index.
         _EVERY_FEATURE - {"kv_batch_idx"},
         gathers_pages=True,
         least=(("triton", (3, 6)),),
@@ -524,7 +519,7 @@ class KernelRow(NamedTuple):
     variants: tuple[Variant, ...]
 
     def taking(self, dtype: str) -> tuple[Variant, ...]:
-        """Those for queries of this dtype; all where there is none, to say so."""
+        """Those for queries of this dtype; all if there are none, so that each gives its reason."""
         return tuple(v for v in self.variants if dtype in v.dtypes) or self.variants
 
 
@@ -544,7 +539,7 @@ def rows(direction: str) -> list[KernelRow]:
 
 
 def variant(backend: str, direction: str, name: str = "") -> Variant:
-    """A kernel by its names. Raises LookupError where there is no such."""
+    """A kernel by its names. Raises LookupError if there is none."""
     own = {v.name: v for v in VARIANTS if (v.backend, v.direction) == (backend, direction)}
     if name in own:
         return own[name]

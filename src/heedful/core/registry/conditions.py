@@ -1,11 +1,11 @@
-"""The conditions that rows of configs.py ask of a problem."""
+"""The conditions under which rows of configs.py apply to a problem."""
 
 from heedful.core.base.symbols import opaque
 from heedful.core.call.problem import ITEM_BITS, MAX_HEAD_DIM_V, AttentionProblem
 
-# The SMs of an H200, and the least SMs of a tile whose parts are merged by all.
+# The SMs of an H200, and the least SMs per row tile for which all programs merge.
 MLA_SMS, MLA_LEAST_SMS = 132, 6
-# The least SMs of a tile of up to 32 rows.
+# The same for tiles of up to 32 rows.
 MLA_SWAP_LEAST_SMS = 8
 
 
@@ -34,7 +34,8 @@ def always(problem: AttentionProblem) -> bool:
 
 
 def wider_keys(problem: AttentionProblem) -> bool:
-    """Head dims of Q and K that no value has (MLA's 576): their rest is a product of its own."""
+    """Head dims of Q and K above those of values (MLA's 576): the columns beyond are a separate
+    product."""
     return problem.head_dim > MAX_HEAD_DIM_V
 
 
@@ -47,7 +48,8 @@ def any_pressure(problem: AttentionProblem) -> bool:
 
 
 def no_pages(problem: AttentionProblem) -> bool:
-    """Pages fill tiles of a power of two columns, not of 192, and never keys and values as one."""
+    """No pages: tiles that pages fill have a power of two columns, not 192, and keys and values
+    apart."""
     return not problem.page_size
 
 
@@ -64,7 +66,8 @@ def drops(problem: AttentionProblem) -> bool:
 
 
 def holds_more(problem: AttentionProblem) -> bool:
-    """Than probabilities until dP is there: what was dropped, or how much of a score a cap left."""
+    """Whether the backward holds more than probabilities until dP is there: what was dropped, or
+    the derivative of the softcap."""
     return drops(problem) or problem.softcap > 0
 
 
@@ -85,8 +88,9 @@ def eight_bit(problem: AttentionProblem) -> bool:
 
 
 def packs(problem: AttentionProblem) -> bool:
-    """Whether query heads may share a tile, and few rows are in use without. Terms that are added
-    to the scores, and draws for them, go by head; packed sequences' maps have no dim to spare."""
+    """Whether query heads may share a tile, and otherwise few of its rows would be in use. They may
+    not with a bias, ALiBi or dropout, which differ by head, nor with packed sequences, whose tensor
+    maps have no dim left."""
     score_mods = problem.alibi or problem.bias or problem.dropout_p > 0
     few = problem.seqlen_q <= 64 and 1 < problem.group <= 64
     return few and not (score_mods or problem.varlen_q)
@@ -119,7 +123,7 @@ def are_few(tiles: int, keys: int) -> bool:
 
 
 def uneven(problem: AttentionProblem) -> bool:
-    """Tiles that see few keys, or unlike many: what fills and drains between them counts."""
+    """Whether tiles see few keys, or different numbers: then the start and end of a tile matter."""
     return problem.mask.left >= 0 or problem.varlen_q
 
 
@@ -132,14 +136,15 @@ def slopes(problem: AttentionProblem) -> bool:
 
 
 def scaled_by_row(problem: AttentionProblem) -> bool:
-    """Whether scales are of heads or whole rows, of over 64 values, not of float32: as measured."""
+    """Whether scales are those of heads or whole rows of over 64 values, and queries are not
+    float32: only this was measured."""
     by_row = problem.kv_group in (0, problem.head_dim)
     return by_row and problem.head_dim > 64 and problem.dtype != "float32"
 
 
 def heads_share_lines(problem: AttentionProblem) -> bool:
-    """Whether a line of memory, of 128 bytes, has rows of two heads of a cache in one piece;
-    scaled as measured."""
+    """Whether a line of memory, 128 bytes, has rows of two heads of a dense cache, with scales as
+    measured."""
     bits = ITEM_BITS[problem.kv_dtype]
     are_half = all(dim * bits == 64 * 8 for dim in (problem.head_dim, problem.head_dim_v))
     in_one_piece = problem.heads_k > 1 and not problem.page_size
@@ -159,36 +164,38 @@ def several_tiles_of_rows(problem: AttentionProblem) -> bool:
 
 
 def long_caches(problem: AttentionProblem) -> bool:
-    """Whether caches have room for 4096 keys and more: a load that is made once for all keys of a
-    piece is then worth a microsecond."""
+    """Whether caches have room for 4096 keys or more: a load that is made once for all keys of a
+    segment is then worth its microsecond."""
     return problem.seqlen_k >= 4096
 
 
 def merge_outlasts_waiting(problem: AttentionProblem) -> bool:
-    """Whether one program would merge for longer than all wait for each other: a tile may have as
-    many parts as it has SMs. H200, 2026-11-25: 1 x 8192 keys of 128 heads take 30 us in place of
-    61, 8 x 8192 55 in place of 59; of 16 heads 1 x 131072 take 72 in place of 94, 8 x 8192 45 in
-    place of 43. Not where the caller decides on the splits: the same bits in any batch."""
+    """Whether one program would merge for longer than all programs would wait for each other: a row
+    tile may have as many segments as SMs. H200, 2026-11-25: 128 heads over 1 x 8192 keys take 30 us
+    instead of 61, over 8 x 8192 55 instead of 59; 16 heads over 1 x 131072 take 72 instead of 94,
+    over 8 x 8192 45 instead of 43. Not where the caller fixes the splits, which promises the same
+    bits in any batch."""
     rows = problem.seqlen_q * problem.group
     tiles = problem.batch * problem.heads_k * -(-rows // 64)
     return problem.num_splits == 0 and bool(are_many_to_merge(tiles, rows))
 
 
 def all_merge_sooner(problem: AttentionProblem) -> bool:
-    """Whether one program would merge a tile of up to 32 rows for longer than all programs wait for
-    each other. 1 x 8192 keys of 16 heads then take 0.63 of the time, 64 x 8192 take longer:
-    measurements/decode.md, "MLA of few rows, whose products have keys as rows"."""
+    """Whether one program would merge a tile of up to 32 rows for longer than all programs would
+    wait for each other. If all merge, 16 heads over 1 x 8192 keys take 0.63 of the time; over 64 x
+    8192 they take longer: measurements/decode.md, "MLA of few rows, whose products have keys as
+    rows"."""
     tiles = problem.batch * problem.heads_k
     return problem.num_splits == 0 and bool(have_many_sms(tiles))
 
 
 @opaque
 def have_many_sms(tiles: int) -> bool:
-    """Whether each tile has many of an H200's SMs."""
+    """Whether each of so many row tiles has many of an H200's SMs."""
     return tiles > 0 and MLA_SMS // tiles >= MLA_SWAP_LEAST_SMS
 
 
 @opaque
 def are_many_to_merge(tiles: int, rows: int) -> bool:
-    """SMs that a tile has, of an H200's 132, times its rows."""
+    """Whether the SMs per row tile, of an H200's 132, times its rows are many."""
     return tiles > 0 and MLA_SMS // tiles * min(64, rows) >= 64 * MLA_LEAST_SMS

@@ -1,7 +1,6 @@
-"""Tuned tiles per kernel and architecture, each with where it was measured.
-
-The first row that fits wins, so special cases stand above general ones. The row's config is then
-fitted to the problem, so that a plan says all that the problem decides about the code, too.
+"""Tuned tiles per kernel and architecture, each with where it was measured. The first row that
+applies is taken, so special cases stand above general ones. Its config is then adapted to the
+problem, so that a plan holds all that the code depends on.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,7 +63,7 @@ from heedful.core.registry.tiles import (
 class ConfigRow:
     """A config of `kernel` for these architectures ("*" = any), head dims up to `max_dim`, and
     problems that `when` accepts. measured: device, date and Triton version, or why it is a guess.
-    least_units: of the device, where programs wait for each other.
+    least_units: the SMs that the device must have if programs wait for each other.
     """
 
     kernel: str
@@ -96,7 +95,7 @@ _WIDER = "sm_80 and sm_90, Triton 3.9: compiles without spills in those tried; n
 _AMD = "compiled for gfx942 and gfx950: no spills, LDS within 64 KiB; not timed"
 _SMALL = "small enough for 64 KiB of shared memory; not timed"
 _NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
-_WARP_PRODUCTS = ("sm_80", "sm_86", "sm_89", "sm_120")  # a warp's products, of few rows, are all
+_WARP_PRODUCTS = ("sm_80", "sm_86", "sm_89", "sm_120")  # with few rows all products are a warp's
 _CDNA = ("gfx942", "gfx950", "gfx90a")
 
 # kernel, architectures, condition, where from: {largest head dim: (rows, keys, warps, stages)}
@@ -254,8 +253,8 @@ def _hopper_backward(
     return ConfigRow(kernel, ("sm_90",), max_dim, config, measured, when)
 
 
-# 1.06 times as fast as a program for each tile at 16 x 1024, 1.02 at 4 x 4096; a larger last group
-# of heads 1.13 at 1 x 8192, 32/8 causal. Packed sequences 1.00 to 1.04, dropout 1.00 to 1.01.
+# Speed over a program for each tile: 1.06 at 16 x 1024, 1.02 at 4 x 4096; with a larger last group
+# of heads 1.13 at 1 x 8192, 32/8 causal; packed sequences 1.00 to 1.04, dropout 1.00 to 1.01.
 _DRAWN: dict[str, Any] = {"draws": True, "last_waves": 2, "splits": 0}
 _NO_DQ_GROUP = {"splits": 0, "k_stages": 1, "consumer_regs": 240, "dq_regs": None}
 _D64: dict[str, Any] = {
@@ -265,7 +264,7 @@ _D64: dict[str, Any] = {
     "v_stages": 6,
 }
 _D64_FOUR: dict[str, Any] = {**_D64, "q_stages": 8}
-# Under ALiBi references rescale by a threshold, and ping-pong keeps products and softmax apart.
+# Under ALiBi the threshold rescale runs, and pingpong keeps products and softmax apart.
 _D64_PINGPONG: dict[str, Any] = {**_D64, "pingpong": True}
 _D128: dict[str, Any] = {"consumer_regs": 240, "pingpong": True}
 _D64_TWO: dict[str, Any] = {**_D128, "rescale": "speculative"}
@@ -318,12 +317,14 @@ def _decode(
     also: Callable[[AttentionProblem], bool] = always,
     **how,
 ) -> ConfigRow:
-    """For up to `rows` query rows of a KV head and caches of at most so many bits a value, in pages
-    or not or both (None), of problems that `also` accepts; tile: keys, warps, stages."""
+    """A config row for up to `rows` query rows of a KV head, caches of at most `bits` bits a value,
+    in pages, not in pages or both (None), and problems that `also` accepts. tile: keys, warps,
+    stages."""
 
     def when(problem: AttentionProblem) -> bool:
         fits = ITEM_BITS[problem.kv_dtype] <= bits and paged in (None, problem.page_size > 0)
-        # Calls with more rows use tiles of 64, of which the planner takes those that it can.
+        # Calls with more rows use the rows for 64, of which the planner takes the first that
+        # applies.
         return fits and (rows == 64 or problem.seqlen_q * problem.group <= rows) and also(problem)
 
     measured = _FITS
@@ -334,8 +335,8 @@ def _decode(
             measured = _LEAST_SPILLS
     elif archs == _CDNA:
         measured = _AMD
-    # Timed of bfloat16, D128, and taken for the others: eight parts of 1 x 1024 take 9.8 us, four
-    # 10.8; of 1 x 2048 sixteen take 11.3, eight 11.1 (H200, 2026-11-26).
+    # Timed in bfloat16 at D128, and assumed for the others: 1 x 1024 keys in eight segments take
+    # 9.8 us, in four 10.8; 1 x 2048 in sixteen 11.3, in eight 11.1 (H200, 2026-11-26).
     fewest = 8 if archs == ("sm_90",) and max_dim <= 256 else 1
     config = DecodeConfig(rows, *tile, fewest_shares=fewest, **how)
     return ConfigRow("decode.forward", archs, max_dim, config, measured, when)
@@ -353,8 +354,8 @@ def _hopper_decode(
 
 
 def _mla(how: dict[str, Any], *when: Callable[[AttentionProblem], bool]) -> ConfigRow:
-    """For problems that all of `when` accept. Programs that wait for each other are at work at
-    once: a device has a unit for each line of tiles (core/planning/sizes.py)."""
+    """A config row for problems that all of `when` accept. Programs that wait for each other must
+    run at once: the device needs an SM for each line of work tiles (core/planning/sizes.py)."""
     config = MlaConfig(64, 128, programs=1, least_tiles=2, **how)
     timed = _H200_26 if config.query_boxes else _H200_25
     measured = _LEAST_SPILLS if small_pages in when else timed
@@ -365,7 +366,7 @@ def _mla(how: dict[str, Any], *when: Callable[[AttentionProblem], bool]) -> Conf
 def _mla_swap_ab(
     rows: int, how: dict[str, Any], *when: Callable[[AttentionProblem], bool]
 ) -> ConfigRow:
-    """As `_mla`, of tiles of so many rows."""
+    """As `_mla`, for tiles of `rows` rows."""
     config = MlaSwapConfig(rows, 64, 4, 2, programs=1, **how)
     units = MLA_SMS // MLA_SWAP_LEAST_SMS if config.merge else 0
     kernel = "mla_swap_ab.forward"
@@ -373,7 +374,7 @@ def _mla_swap_ab(
 
 
 def _all_of(when: Sequence[Callable[[AttentionProblem], bool]]):
-    """Whether a problem is one that all of these accept."""
+    """A condition: whether all of `when` accept the problem."""
 
     def fits(problem: AttentionProblem) -> bool:
         return all(accepts(problem) for accepts in when)
@@ -405,8 +406,8 @@ ROWS: list[ConfigRow] = [
     _hopper(256, (64, 64, 4, 2), small_grid, _LEAST_SPILLS),
     _hopper(64, (128, 128, 4, 4), two_tiles_of_rows, _H200_25, **_D64_TWO),
     _hopper(64, (256, 64, 4, 6), slopes, **_D64_PINGPONG),
-    # Keys and values in shared stages: windows and packed causal calls - 1.2 % of the cycles,
-    # causal ones 0, those without a mask + 2.5 % (H200, 2026-11-22).
+    # Keys and values share stages: windows and packed causal calls take 1.2 % fewer cycles, causal
+    # ones as many, and those without a mask 2.5 % more (H200, 2026-11-22).
     _hopper(64, (256, 64, 4, 6), uneven_masks, **_D64_FOUR, kv_share_stages=True),
     _hopper(64, (256, 64, 4, 6), **_D64_FOUR),
     _hopper(128, (192, 64, 4, 5), uneven, **_D128_UNEVEN),
@@ -418,7 +419,8 @@ ROWS: list[ConfigRow] = [
     _hopper_fp8(128, (128, 128, 4, 4), masked, **_FP8_D128_MASKED),
     _hopper_fp8(128, (128, 128, 4, 4), **_FP8_D128),
     _hopper_fp8(256, (128, 64, 4, 2), consumer_regs=240),
-    # In one order a tile may wait for those of lower number, which must have begun: they are drawn.
+    # In a fixed order a tile waits for those of lower numbers, which must have begun: so they are
+    # drawn.
     _hopper_backward(64, (64, 128, 4, 2), holds_more_in_order, _FITS, draws=True),
     _hopper_backward(64, (128, 128, 4, 2), in_order, _FITS, draws=True, splits=0),
     _hopper_backward(128, (64, 128, 4, 2), in_order, _FITS, draws=True, splits=0),
@@ -431,19 +433,20 @@ ROWS: list[ConfigRow] = [
     _hopper_backward(256, (64, 64, 4, 2), kernel="hopper.backward_wide", **_NO_DQ_GROUP),
     _cdna(64, (256, 128, 8, 1), eight_bit),
     _cdna(128, (256, 64, 8, 1)),
-    # Page numbers are loaded two stages before keys: as many again. 64 rows are a WGMMA's, which
-    # takes its keys from shared memory: fewer stages, for two programs of an SM. With few bits,
-    # instructions bound it and not bytes. Up to 8 rows are the columns of products whose rows are
-    # keys: half as many products and exponentials. e4m3 with a scale a row takes 281 us in place of
-    # 290 (64 x 8192), int4 216 and 234, others the same (H200, 2026-11-25). Programs of several
-    # heads read parts of a line at times of their own: fetched as a whole a little early, int4
-    # takes 176 us in place of 215 (the same). With 8 bits this takes a third more time.
+    # Page numbers are loaded two stages before keys, which takes two more stages. Tiles of 64 rows
+    # use WGMMA, which reads keys from shared memory: fewer stages, so that an SM has room for two
+    # programs. With few bits, instructions bound it and not bytes. Up to 8 rows are the columns of
+    # products whose rows are keys: half as many products and exponentials. Over 64 x 8192 keys e4m3
+    # with a scale a row takes 281 us instead of 290, int4 216 instead of 234, others as long (H200,
+    # 2026-11-25). Programs of several heads read parts of one line at different times: with lines
+    # prefetched as a whole, int4 takes 176 us instead of 215 (measured likewise). With 8 bits calls
+    # take a third longer by this.
     _decode(("sm_90",), 128, 8, (64, 2, 3), 4, False, heads_share_lines, fetch_ahead=3, **_FOUR),
     *(
         _decode(("sm_90",), 128, 8, (64, 2, stages), 8, paged, scaled_by_row, **_FOUR)
         for stages, paged in ((5, True), (3, False))
     ),
-    # With 4 bits, more warps of fewer registers each.
+    # With 4 bits, more warps with fewer registers each.
     *(
         _decode(("sm_90",), 128, 16, (128, 4, stages), 4, paged, conversion=2, **_THREE)
         for stages, paged in ((5, True), (3, False))
@@ -480,20 +483,20 @@ ROWS: list[ConfigRow] = [
         for dim, keys in ((128, 64), (256, 32))
         for rows in (16, 32, 64)
     ),
-    # Two programs of an SM with one tile of keys and one of values each, 64 KB on their way in all,
-    # are faster than more: 64 x 8192 keys take 475.7 us, of twice as many bytes 484.6, of three
-    # times 485.2; cuDNN takes 484.9. In pages head dim 64 wants boxes of fewer rows: 253.8 us and
-    # not 257.6. At head dim 256 one program has twice as many: 64 x 4096 478.1 and not 481.8, in
-    # pages 488.5 and not 506.9 (H200, 2026-11-26).
+    # An SM has two programs with one tile of keys and one of values each, 64 KB in flight in all.
+    # 64 x 8192 keys take 475.7 us, with twice as many bytes in flight 484.6, with three times
+    # 485.2; cuDNN takes 484.9. In pages, head dim 64 is faster with boxes of fewer rows: 253.8 us
+    # instead of 257.6. At head dim 256 one program has two tiles of each: 64 x 4096 take 478.1
+    # instead of 481.8, in pages 488.5 instead of 506.9 (H200, 2026-11-26).
     _hopper_decode(64, 64, 2, in_pages),
     _hopper_decode(64, 128, 1),
-    # In boxes of fewer keys than a tile two are faster: 64 x 8192 in pages of 16 take 489.3 us in
-    # place of 493.8, 128 of unlike length 891.6 and 900.1; in pages of 64 490.1 and 488.1 (H200,
-    # 2026-11-26).
+    # If boxes have fewer keys than a tile, two tiles of each are faster: 64 x 8192 in pages of 16
+    # take 489.3 us instead of 493.8, 128 sequences of different lengths 891.6 instead of 900.1; in
+    # pages of 64 490.1 instead of 488.1 (H200, 2026-11-26).
     _hopper_decode(128, 64, 2, small_pages),
     _hopper_decode(128, 64, 1),
     _hopper_decode(256, 64, 2, programs=1, registers=0),
-    # Keys of 512 + 64, whose values lie in them.
+    # Keys of 512 + 64 columns, the first 512 of which are values.
     *(
         _decode(
             ("sm_90",),
@@ -511,8 +514,8 @@ ROWS: list[ConfigRow] = [
         for archs, warps, stages in ((_CDNA, 4, 1), (_NVIDIA, 8, 2), (("*",), 8, 1))
         for rows in (16, 32, 64)
     ),
-    # Two blocks of keys. With part of a third 64 x 8192 keys of 16 heads take 152.4 us in place of
-    # 148.6 (H200, 2026-11-26).
+    # Two blocks of keys. With part of a third, 16 heads over 64 x 8192 keys take 152.4 us instead
+    # of 148.6 (H200, 2026-11-26).
     *(
         _mla_swap_ab(rows, how, of_rows, when)
         for rows, of_rows in ((16, sixteen_rows), (32, always))
@@ -521,10 +524,10 @@ ROWS: list[ConfigRow] = [
             (always, {"least_tiles": 4}),
         )
     ),
-    # Where pages hold fewer keys than a block, the producer holds more numbers. With 64 x 8192 keys
-    # and 128 heads, products queued early and in order take 226.8 us in place of 231 (2026-11-25).
-    # With two boxes of queries in registers these take 224.3 us in place of 230.3, 64 x 1024 54.9
-    # in place of 53.8 (H200, 2026-11-26).
+    # If pages hold fewer keys than a block, the producer holds more page numbers. 128 heads over 64
+    # x 8192 keys take 226.8 us with `ahead` and `in_order`, and 231 without (2026-11-25). With two
+    # boxes of queries in registers they take 224.3 us instead of 230.3, but 64 x 1024 54.9 instead
+    # of 53.8 (H200, 2026-11-26).
     *(
         _mla(how, *when)
         for when, how in (

@@ -43,8 +43,8 @@ def wide_float32(problem: AttentionProblem, device: DeviceSpec) -> str | None:
 
 
 def wider_keys_than_values(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """The columns of Q and K past MAX_HEAD_DIM_V are a product of their own, of 16-bit keys as
-    stored."""
+    """The columns of Q and K past MAX_HEAD_DIM_V are a separate product, which takes stored 16-bit
+    keys alone."""
     if problem.head_dim <= MAX_HEAD_DIM_V:
         return None
     if ITEM_BITS[problem.dtype] != 16:
@@ -86,7 +86,7 @@ def equal_head_dims(problem: AttentionProblem, device: DeviceSpec) -> str | None
 
 
 def above_128(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """Wide tiles have 256 columns, those of values 256 or 128."""
+    """Wide tiles have 256 columns of Q and K, and 256 or 128 of V."""
     dim, dim_v = problem.head_dim, problem.head_dim_v
     words = f"head dims {dim} and {dim_v}: takes those above 128, of V above 64"
     return None if dim > 128 and dim_v > 64 else words
@@ -99,14 +99,16 @@ def values_to_128(problem: AttentionProblem, device: DeviceSpec) -> str | None:
 
 
 def room_for_dropout(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """A mask's exchange between threads takes 3.5 KiB, which is more than the tiles leave."""
+    """Threads exchange a dropout mask through 3.5 KiB of shared memory, more than the tiles
+    leave."""
     if problem.dropout_p > 0 and min(problem.head_dim, problem.head_dim_v) > 128:
         return "the backward of dropout with Q, K and V above 128"
     return None
 
 
 def near_softcap(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """Scores above are far from 0, and the kernel that makes such rows anew has another tanh."""
+    """With a larger softcap scores may be far from 0, and the kernel that computes such rows again
+    has another tanh."""
     if problem.softcap > 1024.0:
         return "gradients of a softcap above 1024"
     return None
@@ -147,8 +149,8 @@ def many_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
 
 # The most rows of packed queries in the Hopper decode: four tiles.
 PACKED_ROWS = 4 * DECODE_ROWS
-# The bounds of the decode kernel's wide heads: how many columns keys may have past their values,
-# and how many tiles of rows, since no other kernel reads keys once that are values too.
+# The limits of the decode kernel's wide heads: how many columns keys may have past their values,
+# and how many row tiles, more than otherwise, since no other kernel reads such keys only once.
 WIDE_REST, WIDE_TILES = 64, 32
 
 
@@ -178,7 +180,7 @@ def few_packed_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None
 
 
 def wide_heads(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """With head dims above 256 a row is read once: values lie in it."""
+    """With head dims above 256 a row of keys is read only once: its first columns are values."""
     dim, dim_v = problem.head_dim, problem.head_dim_v
     if max(dim, dim_v) <= WIDE_DIM:
         return None
@@ -231,7 +233,7 @@ def sdpa_lengths(problem: AttentionProblem, device: DeviceSpec) -> str | None:
 
 
 def sdpa_log_sum_exp(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """SDPA itself returns no log-sum-exp. The operators inside it do, for as many KV heads as query
+    """SDPA returns no log-sum-exp. The operators that it calls do, for as many KV heads as query
     heads."""
     if not (problem.needs_grad or problem.return_lse) or problem.used_k:
         return None

@@ -8,20 +8,19 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.core.registry.preferences import Preferred
 from heedful.core.registry.tiles import DECODE_ROWS, pow2
 
-# Those that may have the short sequences.
+# The kernels that may handle the short sequences.
 SHORT_KERNELS = ("decode.forward", "hopper_decode.forward")
-# The most queries that a short sequence of a mixed batch has. So many are a token and a draft of
-# 15.
+# The most queries that a short sequence of a mixed batch has: a token and a draft of 15.
 SHORT_QUERIES = 16
-# The portable decode's tiles here have the rows of one query. Each reads the keys: four of them
-# took 1.2 times as long as tiles of the Hopper forward (124 sequences of 16 queries over 4096 keys
+# Here a tile of the portable decode has the rows of one query, and each tile reads the keys: four
+# tiles took 1.2 times as long as the Hopper forward (124 sequences of 16 queries over 4096 keys
 # beside 4 prefills, H200, 2026-11-24).
 SHORT_TILES = 2
 
 
 def queries_of_few_tiles(problem: AttentionProblem) -> int:
-    """The most queries of a sequence that the portable decode handles in a mixed batch: with all
-    query heads of a KV head as many rows as it takes, in few tiles."""
+    """The most queries of a sequence that the portable decode handles in a mixed batch. These times
+    the query heads of a KV head are no more rows than it takes, in SHORT_TILES tiles."""
     rows = min(DECODE_ROWS, SHORT_TILES * pow2(problem.group))
     return min(SHORT_QUERIES, rows // problem.group)
 
@@ -41,17 +40,19 @@ def sequences_of_both_kinds(problem: AttentionProblem, device: DeviceSpec) -> st
 
 
 def some_fill_few_tiles(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
-    """Where some may be short for the portable decode."""
+    """Leaves calls to the Hopper forward unless some sequences may be short enough for the portable
+    decode."""
     return _some_are_short(problem, device, queries_of_few_tiles(problem))
 
 
 def some_fill_a_tile(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
-    """Where some may be short for the Hopper decode."""
+    """Leaves calls to the Hopper forward unless some sequences may be short enough for the Hopper
+    decode."""
     return _some_are_short(problem, device, queries_of_a_tile(problem))
 
 
 def _some_are_short(problem: AttentionProblem, device: DeviceSpec, short: int) -> Preferred | None:
-    """Where no sequence is short, the pair loses a launch without work."""
+    """If no sequence is short, one kernel of the pair runs for nothing."""
     if problem.total_q is None or not short or device.arch != "sm_90":
         return None
     if not (problem.page_size or problem.used_k):
@@ -80,9 +81,9 @@ def _leave_half(tiles: int, units: int) -> bool:
 
 @opaque
 def _has_short(total: int, batch: int, longest: int, short: int) -> bool:
-    """Whether there are so few queries for their longest sequence that some sequences are likely
-    short: at most half of those of equal lengths, or, without those of the longest length, no more
-    than short ones have."""
+    """Whether some sequences are likely short: the total is at most half of that of equal lengths.
+    Or as many sequences as possible have the longest length, and the others then have at most
+    `short` queries each."""
     long = total // max(1, longest)
     others, rest = batch - long, total - long * longest
     return 2 * total <= batch * longest or (others > 0 and rest <= short * others)

@@ -10,15 +10,15 @@ from heedful.core.registry.tiles import DECODE_ROWS
 
 
 class Preferred(NamedTuple):
-    """The faster backend, the reason, and which of its variants, "" for any."""
+    """The faster backend, the reason, and its variant, "" for any."""
 
     backend: str
     why: str
     variant: str = ""
 
 
-# The forward takes 16-bit calls with more rows of a KV head than these: of any keys, and of keys of
-# one length.
+# The forward takes 16-bit calls with more rows of a KV head than these: over any keys, and over
+# keys of one length.
 MOST_DECODE_ROWS, DECODE_ROWS_OF_ONE_LENGTH = 32, 16
 # The same for packed queries over a cache: two tiles of the Hopper decode.
 MOST_PACKED_ROWS = 2 * DECODE_ROWS
@@ -54,7 +54,7 @@ def many_rows_of_one_length(problem: AttentionProblem, device: DeviceSpec) -> Pr
 
 
 def packed_keys(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
-    """Packed keys: nobody has timed the Hopper decode beside the portable decode over them."""
+    """Packed keys: the Hopper decode and the portable decode have not been compared over them."""
     return Preferred("decode", "for packed keys", "portable") if problem.varlen_k else None
 
 

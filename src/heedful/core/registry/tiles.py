@@ -1,29 +1,29 @@
-"""How kernels are cut: a typed config for each, whose fields are all there are."""
+"""The tiles of kernels: a typed config for each, whose fields are all of its options."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Literal, Self
 
 from heedful.core.call.problem import AttentionProblem
 
-# How a row's maximum moves: with every tile; only where scores pass a threshold; where sums
+# When a row gets a new reference: with every tile; where scores pass a threshold; or where sums
 # overflowed, after the exponentials.
 Rescale = Literal["exact", "threshold", "speculative"]
 
-CONSUMER_ROWS = 64  # query rows of one consumer warp group
-# Keys whose products add up in the matrix unit's accumulators before float32 takes over: an output
-# all of one sign loses 1 % in 1024 (H200, 2026-11-20), and as much of that in fewer.
+CONSUMER_ROWS = 64  # query rows of one consumer warpgroup
+# The WGMMA accumulators add up products over so many keys before float32 sums take over: an output
+# all of one sign loses 1 % over 1024 keys (H200, 2026-11-20), and a part of this over fewer.
 PROMOTION_KEYS = 512
-# Query rows of a KV head from which on warps of its own kernel transpose its values: for 128 keys
-# they take some 3 us, and 128 rows of queries 0.9 us.
+# Query rows of a KV head from which on warps of the attention kernel transpose its values: for 128
+# keys this takes about 3 us, and 128 rows of queries take 0.9 us.
 TRANSPOSE_ROWS = 1024
-# Triton from which on Gluon has inline assembly, which looks at scores.
+# The Triton from which on Gluon has inline assembly, which the votes on scores use.
 _INLINE_ASM = (3, 9)
 
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """How one kernel is cut: `block_m` query rows by `block_n` keys, for so many warps, with loads
-    so many stages early."""
+    """The tiles of one kernel: `block_m` query rows by `block_n` keys, `num_warps` warps, and loads
+    `num_stages` stages ahead."""
 
     block_m: int
     block_n: int
@@ -31,8 +31,8 @@ class TileConfig:
     num_stages: int = 2
 
     def group_rows(self, problem: AttentionProblem) -> int:
-        """Rows of a tile that one query position takes: above 1, the query heads of a KV head lie
-        beside each other in a tile, in as many rows as the next power of two."""
+        """Rows of a tile that one query position takes. Above 1, the query heads of a KV head share
+        a tile, padded to the next power of two."""
         return 1
 
     def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
@@ -40,7 +40,7 @@ class TileConfig:
         return self
 
     def words(self) -> str:
-        """The fields beyond the tile that differ from the defaults, as name=value."""
+        """The other fields that differ from their defaults, as name=value."""
         own = [f for f in fields(self) if f.name not in _TILE_FIELDS]
         found = ((f.name, getattr(self, f.name)) for f in own if getattr(self, f.name) != f.default)
         return " ".join(f"{name}={value}" for name, value in found)
@@ -56,7 +56,7 @@ class PortableConfig(TileConfig):
 
 # Query rows of a KV head in a decode's tile, and of most of its calls.
 DECODE_ROWS = 64
-WIDE_DIM = 256  # head dim above which the decode kernel takes a head for wide
+WIDE_DIM = 256  # head dim above which the decode kernel has wide heads
 # Rows of a decode's tile that are merged at once, at most: portable/decode/results.py, and
 # hopper/decode/results.py.
 MERGE_ROWS, HOPPER_MERGE_ROWS = 8, 16
@@ -64,11 +64,10 @@ MERGE_ROWS, HOPPER_MERGE_ROWS = 8, 16
 
 @dataclass(frozen=True, slots=True)
 class SharedKeysConfig(TileConfig):
-    """A tile of a kernel whose programs share the keys of all sequences by themselves.
-
-    programs: for each unit of the device. least_tiles: tiles of keys of a program at least, unless
-    a KV head then had fewer than `fewest_shares` programs. overhead: what a part costs beside its
-    keys, in tiles of keys. merge_values: of all parts, that each thread merges at once.
+    """A tile of a kernel whose programs share the keys of all sequences by themselves. programs:
+    how many for each SM. least_tiles: the least key tiles of a program, unless a KV head then had
+    fewer than `fewest_shares` programs. overhead: the cost of a segment without its keys, in key
+    tiles. merge_values: how many values of all segments each thread merges at once.
     """
 
     programs: int = 2
@@ -78,12 +77,12 @@ class SharedKeysConfig(TileConfig):
     merge_values: int = 32
 
     def kept_rows(self, problem: AttentionProblem) -> int:
-        """Rows of a part's results that are kept for its merge: a power of two."""
+        """Rows of a segment's partial results that are stored for the merge: a power of two."""
         return self.block_m
 
 
 def _few_rows(problem: AttentionProblem, block_m: int) -> int:
-    """The power of two that a tile's rows are within."""
+    """The rows of a tile, rounded up to a power of two."""
     rows = problem.seqlen_q * problem.group
     return next((most for most in (4, 8, 16, 32) if rows <= most), block_m)
 
@@ -92,11 +91,11 @@ def _few_rows(problem: AttentionProblem, block_m: int) -> int:
 class DecodeConfig(SharedKeysConfig):
     """A tile of the decode kernel, whose rows are the query heads of a KV head at each position.
 
-    conversion: of stored values of 8 and 4 bits: 0 the compiler's, 1 by PTX, of sm_90 on, 2 by the
-    fewest instructions: of integers a permutation and an fma, of floats to float16. merge_stages:
-    how often `merge_values` are on their way, as many as loads take longer than sums. registers: of
-    a thread at most, of NVIDIA parts alone; 0 = the compiler's choice. fetch_ahead: rows of a cache
-    in one piece are brought to the L2 so many key tiles early, of NVIDIA parts alone; 0 = not.
+    conversion: how stored values of 8 and 4 bits are converted: 0 by the compiler, 1 by PTX (from
+    sm_90 on), 2 by the fewest instructions: integers by a permutation and an fma, floats to
+    float16. merge_stages: how many loads of `merge_values` are in flight in a merge. registers: the
+    most of a thread, on NVIDIA parts; 0 = the compiler's choice. fetch_ahead: how many key tiles
+    early rows of a dense cache are prefetched into the L2, on NVIDIA parts; 0 = not.
     """
 
     conversion: int = 0
@@ -108,12 +107,11 @@ class DecodeConfig(SharedKeysConfig):
 @dataclass(frozen=True, slots=True)
 class MlaConfig(SharedKeysConfig):
     """A tile of the MLA decode: 64 query rows by 128 keys, 64 for each of two consumers.
-
-    query_boxes: of 64 columns, that consumers keep in registers. ahead: boxes of the next step's
-    first scores that are queued after a step's last values. in_order: 1: the first consumer's
-    product with the second block's values is queued after the second's. merge: 1: parts are merged
-    by all programs that have one, each some rows, which takes programs that are at work at once.
-    consumer_regs, producer_regs: registers of a thread.
+    query_boxes: how many boxes of 64 columns of queries consumers keep in registers. ahead: how
+    many boxes of the next step's first scores are queued after a step's last values. in_order: if
+    1, the first consumer's product with the second block's values is queued after the second
+    consumer's. merge: if 1, all programs that have a segment merge some of the rows, for which all
+    programs must run at once. consumer_regs, producer_regs: registers of a thread.
     """
 
     merge_values: int = 128
@@ -131,8 +129,8 @@ class MlaConfig(SharedKeysConfig):
 
 @dataclass(frozen=True, slots=True)
 class MlaSwapConfig(SharedKeysConfig):
-    """A tile of the MLA decode of few rows: 16 or 32 query rows by 64 keys. num_stages: blocks of
-    64 keys. merge, producer_regs: as of `MlaConfig`."""
+    """A tile of the MLA decode for few rows: 16 or 32 query rows by 64 keys. num_stages: blocks of
+    64 keys. merge, producer_regs: as in `MlaConfig`."""
 
     merge_values: int = 128
     merge: int = 0
@@ -144,11 +142,9 @@ class MlaSwapConfig(SharedKeysConfig):
 
 @dataclass(frozen=True, slots=True)
 class HopperDecodeConfig(SharedKeysConfig):
-    """A tile of the Hopper decode: 64 query rows, of one consumer. num_stages: of keys, and of
-    values.
-
-    merge: as of `MlaConfig`. registers: of a thread as a program begins, 0 = all that there are;
-    the producer keeps `producer_regs` and the consumer takes the others.
+    """A tile of the Hopper decode: 64 query rows, of one consumer. num_stages: stages of keys, and
+    of values. merge: as in `MlaConfig`. registers: those of a thread when a program begins, 0 = as
+    many as there are; then the producer keeps `producer_regs` and the consumer takes the others.
     """
 
     merge_values: int = 64
@@ -160,7 +156,7 @@ class HopperDecodeConfig(SharedKeysConfig):
         return _few_rows(problem, self.block_m)
 
     def fewest_rows(self, problem: AttentionProblem) -> int:
-        """The same of a sequence of the fewest queries: packed ones may have one."""
+        """The same for a sequence with the fewest queries: a packed one may have one."""
         if problem.varlen_q:
             problem = problem.at(problem.lengths._replace(seqlen_q=1))
         return self.kept_rows(problem)
@@ -173,11 +169,10 @@ class CdnaForwardConfig(TileConfig):
 
 @dataclass(frozen=True, slots=True)
 class HopperConfig(TileConfig):
-    """The fields that both Hopper forwards have.
-
-    num_stages: of keys. q_stages: tiles of queries of one consumer in flight, 0 = one for each
-    consumer. consumer_regs, producer_regs: registers of a thread, None = what is left. pingpong:
-    consumers take turns at products and softmax. rescale: see Rescale.
+    """The fields of both Hopper forwards. num_stages: stages of keys. q_stages: stages of queries,
+    0 = one for each consumer. consumer_regs, producer_regs: registers of a thread, None = as many
+    as the others leave. pingpong: consumers take turns at products and softmax. rescale: see
+    Rescale.
     """
 
     consumer_regs: int | None = None
@@ -197,14 +192,11 @@ class HopperConfig(TileConfig):
 
 @dataclass(frozen=True, slots=True)
 class HopperForwardConfig(HopperConfig):
-    """A tile of the Hopper forward for 16-bit inputs.
-
-    v_stages: of values, 0 = as of keys. kv_share_stages: keys and values take turns in the same
-    stages. pack_gqa: query heads of a KV head share a tile. out_in_q: results leave through the
-    memory of the queries. tail_d, tail_e: a tile of queries and keys, or one of values, is three
-    boxes of 64 columns, since a box has a power of two of them; pages fill tiles of a power of two.
-    key_splits: in how many parts the keys are split, to be measured; 0 = as core/planning/splits.py
-    has it.
+    """A tile of the Hopper forward for 16-bit inputs. v_stages: stages of values, 0 = as many as of
+    keys. kv_share_stages: keys and values take turns in the same stages. pack_gqa: query heads of a
+    KV head share a tile. out_in_q: results are stored through the shared memory of the queries.
+    tail_d, tail_e: a tile of queries and keys, or one of values, has 192 columns in three boxes of
+    64. key_splits: a number of splits to measure; 0 = as core/planning/splits.py chooses.
     """
 
     v_stages: int = 0
@@ -227,8 +219,8 @@ class HopperForwardConfig(HopperConfig):
             128 < dim <= 192 and not problem.page_size
             for dim in (problem.head_dim, problem.head_dim_v)
         )
-        # Scores made anew are cheap only where nothing is loaded for them, and seldom only where
-        # they do not grow from tile to tile, as ALiBi makes them up to the diagonal.
+        # To compute scores again is cheap only where nothing is loaded for them, and rare only
+        # where scores do not grow from tile to tile, as they do under ALiBi up to the diagonal.
         drops = (1.0 - problem.dropout_p) * 2.0**32 < 2.0**32
         rescale = self.rescale
         if rescale == "speculative" and (problem.bias or problem.alibi or drops or tail_d):
@@ -242,14 +234,14 @@ class HopperForwardConfig(HopperConfig):
 
 
 def _results_fit(problem: AttentionProblem, tail_d: bool, tail_e: bool) -> bool:
-    """Whether a consumer's results fit, box by box, where its queries were."""
+    """Whether a consumer's results fit, box by box, into the shared memory of its queries."""
     v_dim = tile_dim(problem.head_dim_v)
     if tail_d:
         return tail_e or v_dim == 128
     return not tail_e and tile_dim(problem.head_dim) == v_dim
 
 
-# Head dims that a shared-memory tile can have; in between, tensor maps fill with zeros.
+# Head dims that a shared-memory tile can have; for others, TMA fills in zeros.
 TILE_DIMS = (64, 128, 256)
 
 
@@ -262,9 +254,9 @@ def tile_dim(dim: int) -> int:
 class HopperFp8Config(HopperConfig):
     """A tile of the Hopper forward for fp8 inputs.
 
-    votes_last: whether sums overflowed is asked after the wait for P V. prefetches_tile: consumers
-    get the next work tile while their last P V runs. sums_in_regs: float32 sums are in registers
-    and not in shared memory. transposes_v: its own warps transpose V, and not a kernel before it.
+    votes_last: the overflow vote follows the wait for P V. prefetches_tile: consumers get the next
+    work tile while their last P V runs. sums_in_regs: float32 sums are in registers and not in
+    shared memory. transposes_v: warps of this kernel transpose V, and not a kernel before it.
     """
 
     votes_last: bool = False
@@ -278,9 +270,9 @@ class HopperFp8Config(HopperConfig):
         return PROMOTION_KEYS // self.block_n
 
     def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
-        # Not of packed sequences, whose blocks are found by search, nor where few queries use what
-        # is transposed, so that to transpose takes longer than they. Float32 results of wide
-        # values leave no room for tiles that wait to be transposed.
+        # Not for packed sequences, whose blocks are found by search, nor where so few queries use V
+        # that the transpose takes longer than they. Float32 results of wide values leave no room
+        # for tiles to be transposed.
         few = problem.seqlen_q * problem.group < TRANSPOSE_ROWS
         packed = problem.varlen_k or problem.varlen_q
         wide = problem.out_dtype == "float32" and problem.head_dim_v > 64
@@ -294,13 +286,13 @@ class HopperBackwardConfig(TileConfig):
     Consumers share these keys and each makes one gradient of them (wide); or each has its own keys
     and makes dQ, too (pair); or another warpgroup makes dQ.
 
-    num_stages: of queries. dout_stages, ds_stages, k_stages: of the output's gradients, of those of
-    the scores, and of work tiles' keys. consumer_regs, dq_regs, producer_regs: registers of a
-    thread; dq_regs None where consumers make dQ. draws: programs for the units of
-    the device draw their work tiles; else each work tile has a program. last_waves: under a mask,
-    how often the tiles of the last L2 group are to fill the device, so that its short tiles outlast
-    its longest; 0: groups are alike. splits: in how many parts the visits of a key tile are split,
-    each a work tile; 0: as many as even out the schedule.
+    num_stages: stages of queries. dout_stages, ds_stages, k_stages: stages of dO, of dS, and of the
+    keys of work tiles. consumer_regs, dq_regs, producer_regs: registers of a thread; dq_regs None
+    where consumers make dQ. draws: a program for each SM draws work tiles; otherwise each work tile
+    has a program. last_waves: under a mask, how often the tiles of the last L2 group fill the
+    device, so that its short tiles fill the time of its longest; 0: all groups are equal. splits:
+    how many splits the visits of a key tile have, each a work tile; 0: core/planning/splits.py
+    chooses.
     """
 
     dout_stages: int = 2
@@ -314,7 +306,8 @@ class HopperBackwardConfig(TileConfig):
     splits: int = 1
 
     def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
-        # Bits of dropout change their layout through shared memory, which wide keys twice fill.
+        # Bits of dropout change their layout through shared memory, which two stages of wide keys
+        # would fill.
         drops = problem.dropout_p > 0 and problem.head_dim > 64
         return replace(self, k_stages=1) if drops else self
 
@@ -325,20 +318,20 @@ def backward_dim(dim: int) -> int:
 
 
 def product_dim(dim: int) -> int:
-    """Columns of which the Hopper backward makes products: all of a tile, or all but a last quarter
+    """Columns that products of the Hopper backward read: all of a tile, or all but the last quarter
     of zeros."""
     tile = backward_dim(dim)
     return tile // 4 * 3 if tile > 64 and dim <= tile // 4 * 3 else tile
 
 
-# Kernels of one tile for all devices: what they read and write once is all that counts. Values
-# that 4 warps keep in 16 registers each: 8 KiB of float32.
+# Kernels of one tile for all devices: what they read and write once is all that counts. Values that
+# 4 warps keep in 16 registers each: 8 KiB of float32.
 _TILE_VALUES = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class RowsConfig:
-    """Rows that one program takes of a kernel without products, with this many warps."""
+    """A tile of a kernel without products: the rows of one program, and its warps."""
 
     rows: int
     num_warps: int = 4
@@ -346,31 +339,32 @@ class RowsConfig:
 
 
 def pow2(n: int, least: int = 16) -> int:
-    """The power of two at or above n: block sizes are powers of two, a dot's at least 16."""
+    """n rounded up to a power of two, at least `least`: block sizes are powers of two, and a dot's
+    at least 16."""
     return max(least, 1 << (n - 1).bit_length())
 
 
 def combine_rows(head_dim_v: int, rows: int, splits: int) -> tuple[RowsConfig, int]:
-    """The tile of the merge of splits of so many query rows of a head, and the splits that it loads
-    at once."""
+    """The tile of the merge of splits, and how many splits it loads at once. rows: query rows of a
+    head."""
     dim = pow2(head_dim_v)
     if rows > 1:
         return RowsConfig(max(1, min(16, _TILE_VALUES // 2 // dim))), 8
     if splits == 1:
         return RowsConfig(1, num_warps=1 if dim <= 512 else 4), 1
-    # More splits in place of rows that are not there: 64 values a thread at most.
+    # If there are few rows, more splits at once: at most 64 values a thread.
     return RowsConfig(1), max(8, min(64, 4 * _TILE_VALUES // dim))
 
 
 def cache_rows(*dims: int) -> RowsConfig:
-    """The tile of the kernels that append to a cache, and that rotate queries, for these head
+    """The tile of the kernels that append to a cache and that rotate queries, for these head
     dims."""
     return RowsConfig(_TILE_VALUES // pow2(max(dims)))
 
 
 CLEAR_UNUSED = RowsConfig(16)
 SINK_GRADIENTS = RowsConfig(1024)
-# Programs that share what lies outside of all packed sequences: about one for each unit of a GPU.
+# Programs that share the tokens outside of all packed sequences: about one for each SM.
 CLEARING_PROGRAMS = 128
 VARLEN_SCHEDULER = RowsConfig(1024)  # sequences that a program looks at at once
 # The kernel that transposes V before fp8 attention: keys of a block, at multiples of which packed
