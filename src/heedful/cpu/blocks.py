@@ -154,6 +154,27 @@ class Block:
         leading = torch.minimum(begin, end).clamp_(max=mask.first)
         return ((end - begin).clamp_(min=0) + leading == 1).nonzero().flatten().tolist()
 
+    def ranges(self, rows: range) -> torch.Tensor:
+        """The key_ranges of queries `rows`, as pairs: (B, G, R, M, pairs, 2); of packed sequences
+        (1, 1, 1, M, pairs, 2)."""
+        own = self.x.key_ranges
+        assert own is not None
+        if own.ndim == 2:
+            assert self.seq is not None
+            begin = self.seq.q_token
+            own = own[begin + rows.start : begin + rows.stop][None, None, None]
+        else:
+            own = self.split(own[:, :, rows.start : rows.stop])
+        return own.unflatten(-1, (-1, 2))
+
+    def sees(self, rows: range, cols: range) -> bool:
+        """Whether key_ranges show any of keys `cols` to any of queries `rows`."""
+        if self.x.key_ranges is None:
+            return True
+        begin, end = self.ranges(rows).unbind(-1)
+        begin, end = begin.clamp(min=cols.start), end.clamp(max=cols.stop)
+        return bool((begin < end).any())
+
     def split(self, per_head) -> torch.Tensor:
         """A per-head tensor (batch, H, ...) cut down to (B, G, R, ...)."""
         b, h = self.batches, self.query_heads
@@ -318,8 +339,9 @@ def query_tiles(block: Block) -> Iterator[range]:
 
 
 def key_tiles(block: Block, rows: range) -> Iterator[tuple[range, bool]]:
-    """Keys that queries `rows` touch, in tiles of KEYS, each with whether any of its
-    scores may be masked by position; a tile ends where that changes."""
+    """Keys that queries `rows` touch, in tiles of KEYS, each with whether any of its scores may be
+    masked by position; a tile ends where that changes. Tiles that no key_ranges show are left out.
+    """
     found = block.problem.mask.key_range(rows.start, len(rows), UNIT, block.len_q, block.len_k)
     bounds = (found.begin, found.full_begin, found.full_end, found.end)
     begin, full_begin, full_end, end = (min(unit * UNIT, block.len_k) for unit in bounds)
@@ -334,4 +356,6 @@ def key_tiles(block: Block, rows: range) -> Iterator[tuple[range, bool]]:
     )
     for begin, stop, masked in parts:
         for start in range(begin, stop, KEYS):
-            yield range(start, min(start + KEYS, stop)), masked
+            cols = range(start, min(start + KEYS, stop))
+            if block.sees(rows, cols):
+                yield cols, masked

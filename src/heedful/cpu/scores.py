@@ -206,9 +206,7 @@ class Tiles:
             # Hidden scores that are infinite or no number would not become -inf by addition.
             self._clear(heads, block, rows, cols)
             heads.add_(self._hidden_by_position(block, rows, cols))
-        if self.x.tree_mask is not None:
-            hidden = self._hidden_by_tree(block, rows, cols)
-            self.by_head(block, s, rows).masked_fill_(hidden, -torch.inf)
+        self._hide(block, rows, cols, s, -torch.inf)
         return s
 
     def probabilities(
@@ -230,9 +228,7 @@ class Tiles:
         exp_(p)
         if masked:
             self._clear(self.by_head(block, p, rows), block, rows, cols)
-        if self.x.tree_mask is not None:
-            hidden = self._hidden_by_tree(block, rows, cols)
-            self.by_head(block, p, rows).masked_fill_(hidden, 0.0)
+        self._hide(block, rows, cols, p, 0.0)
         return p, tanh
 
     def _seen_scores(
@@ -320,6 +316,16 @@ class Tiles:
                 self._hidden.clear()
             self._hidden[key] = hidden
         return self._hidden[key]
+
+    def _hide(self, block: Block, rows: range, cols: range, tile, value: float) -> None:
+        """Fills in what tree_mask and key_ranges hide."""
+        heads = self.by_head(block, tile, rows)
+        if self.x.tree_mask is not None:
+            heads.masked_fill_(self._hidden_by_tree(block, rows, cols), value)
+        if self.x.key_ranges is not None:
+            j = torch.arange(cols.start, cols.stop, dtype=torch.int32, device="cpu")
+            begin, end = block.ranges(rows)[..., None].unbind(-2)
+            heads.masked_fill_(~((begin <= j) & (j < end)).any(-2), value)
 
     def _hidden_by_tree(self, block: Block, rows: range, cols: range) -> torch.Tensor:
         """Which scores tree_mask hides: bool (B, 1, 1, M, N)."""

@@ -169,6 +169,8 @@ class _BlockBackward:
         step = query_rows(self.tiles.problem)
         begin, end = mask.query_range(cols.start, len(cols), step, block.len_q, block.len_k)
         for index in range(begin, end):
+            if not block.sees(self.rows[index], cols):
+                continue
             full = True
             if mask.bounded:
                 rows = self.rows[index]

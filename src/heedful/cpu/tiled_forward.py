@@ -222,8 +222,10 @@ def _by_first_maximum(
 
 def _with_a_key_first(block: Block, rows: range, tiles: KeyTiles) -> KeyTiles:
     """These key tiles of queries `rows`, first one of which the position leaves each row a key;
-    none if there is none."""
+    none if there is none, or where key_ranges may hide it."""
     mask = block.problem.mask
+    if block.problem.key_ranges:
+        return []
     off = mask.offset(block.len_q, block.len_k)
     for number, (cols, _) in enumerate(tiles):
         first_row = mask.right < 0 or rows.start + off + mask.right >= cols.start

@@ -126,8 +126,11 @@ def _sequence_forward(
         else:
             # A wider bias makes wider scores, as torch promotes them: T may not hold it.
             s_HMN = s_HMN + bias_HMN
-    on_host = x._replace(tree_mask=as_numpy(x.tree_mask))
-    seen = torch.from_numpy(oracle.visible(problem, on_host, seq)).to(device)
+    on_host = x._replace(tree_mask=as_numpy(x.tree_mask), key_ranges=as_numpy(x.key_ranges))
+    visible = oracle.visible(problem, on_host, seq)
+    if x.key_ranges is not None:
+        visible = visible & oracle.in_ranges(on_host, seq)
+    seen = torch.from_numpy(visible).to(device)
     s_HMN = s_HMN.masked_fill(~seen, -torch.inf)
     p_HMN, p_sink_HM1, lse_HM = _softmax(
         s_HMN.float(), x.sink, far_lse(x.q.element_size()) if far_scores else None

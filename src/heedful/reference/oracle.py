@@ -200,6 +200,8 @@ def _block(problem: AttentionProblem, x: Operands, seq: Sequence, kv_heads: slic
             seen = seen & bias
         else:
             s_HMN = s_HMN + np.asarray(bias, np.float64)
+    if x.key_ranges is not None:
+        seen = seen & in_ranges(x, seq)[heads if x.key_ranges.ndim == 4 else ...]
     s_HMN = np.where(seen, s_HMN, -np.inf)
     softmax = _softmax(s_HMN, None if x.sink is None else x.sink[heads])
     drop_HMN = 1.0
@@ -231,6 +233,19 @@ def visible(problem: AttentionProblem, x: Operands, seq: Sequence) -> np.ndarray
         tree = np.asarray(x.tree_mask)[seq.batch if len(x.tree_mask) > 1 else 0]
         seen &= (new < 0) | tree[i, np.maximum(new, 0)]
     return seen
+
+
+def in_ranges(x: Operands, seq: Sequence) -> np.ndarray:
+    """Which key each query of one sequence sees by key_ranges: bool (H, M, N), or (1, M, N) of
+    packed sequences. A row of (a, b) or (a, b, c, d) shows keys j with a <= j < b or c <= j < d."""
+    if x.key_ranges.ndim == 2:
+        ranges = np.asarray(x.key_ranges)[None, seq.q_token : seq.q_token + seq.len_q]
+    else:
+        ranges = np.asarray(x.key_ranges)[seq.batch, :, : seq.len_q]
+    j = np.arange(seq.len_k)
+    pairs = (ranges[..., None, i : i + 2] for i in range(0, ranges.shape[-1], 2))
+    shown = [(pair[..., 0] <= j) & (j < pair[..., 1]) for pair in pairs]
+    return np.logical_or.reduce(shown)
 
 
 def _gather(problem: AttentionProblem, x: Operands, seq: Sequence):

@@ -59,6 +59,15 @@ COMBINED = [
     Case(**ALL, page_size=8, leftpad_k=True, heads_q=4, tree_mask=True),
     Case(**ALL, kv_batch_idx=True, used="k", layout="offset", return_probs=True),
 ]
+RANGES = [
+    *variants(SHORT, key_ranges=[1, 2]),
+    *variants(replace(SHORT, key_ranges=1), causal=[True], ranges_of=["h", ""], varlen=["qk"]),
+    replace(SHORT, key_ranges=2, ranges_of="bh", window=(9, 17, 3), sink=True, leftpad_k=True),
+    replace(SHORT, key_ranges=1, page_size=16, used="qk", dropout_p=0.2, bias="hqk", alibi="h"),
+    replace(SHORT, key_ranges=2, varlen="q", page_size=16, causal=True, softcap=3.0),
+    replace(LONG, key_ranges=2, causal=True, return_probs=True, num_splits=3),
+    replace(LONG, key_ranges=1, dtype="bfloat16", seqlen_k=0),
+]
 QUANTISED = [
     Case(kv_dtype="int8", kv_group=8, kv_shift=True, backward=False, heads_q=4),
     Case(kv_dtype="int8", backward=False, kv_batch_idx=True, used="k"),
@@ -71,7 +80,7 @@ QUANTISED = [
 ]
 
 
-@pytest.mark.parametrize("case", [SHORT, *variants(SHORT, **CHOICES), *COMBINED], ids=str)
+@pytest.mark.parametrize("case", [SHORT, *variants(SHORT, **CHOICES), *COMBINED, *RANGES], ids=str)
 def test_every_feature_is_within_budget(case):
     run(cpu, case)
 

@@ -1,5 +1,7 @@
 """JAX's tiled backend is attention, feature by feature, and linear in memory."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -16,7 +18,17 @@ from support.runs import jax_backend  # noqa: E402
 SHORT = Case(heads_q=6, heads_k=2, head_dim=24, head_dim_v=8)
 LONG = Case(batch=1, seqlen_q=301, seqlen_k=611, heads_q=2, heads_k=1, head_dim=16)
 ALL: dict = dict(softcap=4.0, alibi="bh", bias="hqk", sink=True, dropout_p=0.15, window=(60, 3, 2))
+RANGES = [
+    *variants(SHORT, key_ranges=[1, 2]),
+    *variants(replace(SHORT, key_ranges=1), causal=[True], ranges_of=["h", ""], varlen=["qk"]),
+    replace(SHORT, key_ranges=2, ranges_of="bh", window=(9, 17, 3), sink=True, leftpad_k=True),
+    replace(SHORT, key_ranges=1, page_size=16, used="qk", dropout_p=0.2, bias="hqk", alibi="h"),
+    replace(SHORT, key_ranges=2, varlen="q", page_size=16, causal=True, softcap=3.0),
+    replace(LONG, key_ranges=2, causal=True, return_probs=True, num_splits=3),
+    replace(LONG, key_ranges=1, dtype="bfloat16", seqlen_k=0),
+]
 CASES = [
+    *RANGES,
     Case(**ALL, varlen="qk", used="qk", heads_q=4),
     Case(**ALL, page_size=8, leftpad_k=True, heads_q=4, tree_mask=True),
     Case(**ALL, kv_batch_idx=True, used="k", layout="offset", return_probs=True),

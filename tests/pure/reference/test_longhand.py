@@ -45,6 +45,8 @@ def draw(seed: int) -> Case:
         "bias": sometimes("bhqk", "hq", "bk"),
         "sink": sometimes(True),
         "tree_mask": sometimes(True),
+        "key_ranges": sometimes(1, 2),
+        "ranges_of": sometimes("", "h", "bh"),
         "used": sometimes("q", "k", "qk"),
         "leftpad_k": sometimes(True),
     }

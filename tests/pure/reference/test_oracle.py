@@ -45,6 +45,7 @@ FEATURES = [
         bias=["bhqk", "hqk", "bk", "q"],
         sink=[True],
         tree_mask=[True],
+        key_ranges=[1, 2],
         varlen=["q", "k", "qk"],
         used=["q", "qk"],
         page_size=[1, 3],
@@ -84,6 +85,11 @@ def naive(problem, x: Operands):
                     new = j - (seq.len_k - seq.len_q)
                     if x.tree_mask is not None and new >= 0 and not x.tree_mask[seq.batch, i, new]:
                         continue
+                    if x.key_ranges is not None:
+                        own = x.key_ranges
+                        row = own[i + seq.q_token] if own.ndim == 2 else own[seq.batch, h, i]
+                        if not any(row[n] <= j < row[n + 1] for n in range(0, len(row), 2)):
+                            continue
                     s = float(q[seq.q_token + i, h] @ k[tokens[j], g]) * problem.scale
                     if problem.softcap > 0:
                         s = problem.softcap * math.tanh(s / problem.softcap)

@@ -32,7 +32,8 @@ class Case:
     own, such as "bool"; others' is that of q.
     sink_dtype, index_dtype: of the sink and of lengths and tables, where they are not float32 and
     int32. varlen: "", "q", "k" or "qk"; used: the same for seqused. layout: one of LAYOUTS, how q,
-    k and v lie in memory. v_in_k: v is the first columns of k. kv_dtype: of a quantised cache, with
+    k and v lie in memory. key_ranges: of a row, bad ones among them; ranges_of: the dims that they
+    really have, of "bh". v_in_k: v is the first columns of k. kv_dtype: of a quantised cache, with
     kv_group values a scale.
     lens_q, lens_k: the lengths used; drawn from the seed, zero among them, when not given.
     """
@@ -60,6 +61,8 @@ class Case:
     sink_dtype: str = ""
     index_dtype: str = ""
     tree_mask: bool = False
+    key_ranges: int = 0
+    ranges_of: str = "b"
     varlen: str = ""
     used: str = ""
     page_size: int = 0
@@ -196,7 +199,29 @@ def _lengths(case: Case, rng) -> dict:
     if case.tree_mask:
         seen = rng.random((case.batch, case.seqlen_q, case.seqlen_q)) < 0.6
         made["tree_mask"] = torch.from_numpy(seen)
+    if case.key_ranges:
+        made["key_ranges"] = torch.from_numpy(_ranges(case, rng, made.get("cu_seqlens_q")))
     return made
+
+
+def _ranges(case: Case, rng, cu_seqlens_q: torch.Tensor | None) -> np.ndarray:
+    """Key ranges of every row: a quarter each of any, all keys, none, and those of the row before,
+    as documents have them; as far beyond the keys as int32 reaches."""
+    rows = (
+        case.batch if "b" in case.ranges_of else 1,
+        case.heads_q if "h" in case.ranges_of else 1,
+    )
+    rows = (*rows, case.seqlen_q) if cu_seqlens_q is None else (int(cu_seqlens_q[-1]),)
+    begin = rng.integers(-3, case.seqlen_k + 2, (*rows, case.key_ranges))
+    end = begin + rng.integers(-2, max(3, case.seqlen_k // 2), begin.shape)
+    ranges = np.stack([begin, end], -1).reshape(*rows, 2 * case.key_ranges)
+    kind = rng.integers(0, 4, rows)
+    ranges[kind == 1] = [-(2**31), 2**31 - 1] * case.key_ranges
+    ranges[kind == 2] = [2**31 - 1, -(2**31)] * case.key_ranges
+    for row in range(1, rows[-1]):
+        as_before = kind[..., row] == 3
+        ranges[..., row, :][as_before] = ranges[..., row - 1, :][as_before]
+    return ranges.astype(np.int32)
 
 
 def _arrays(case: Case, x: Operands, values: torch.Generator) -> dict:
@@ -226,6 +251,9 @@ def _arrays(case: Case, x: Operands, values: torch.Generator) -> dict:
     if case.v_in_k:
         made["v"] = made["k"][..., :dim_v]
     made |= _score_arrays(case, values)
+    if x.key_ranges is not None and x.cu_seqlens_q is None:
+        rows = case.batch, case.heads_q, case.seqlen_q
+        made["key_ranges"] = x.key_ranges.expand(*rows, -1)
     return made
 
 
@@ -318,6 +346,7 @@ def _problem(case: Case, x: Operands) -> AttentionProblem:
         tree_mask=x.tree_mask is not None,
         kv_batch_idx=x.kv_batch_idx is not None,
         leftpad_k=x.leftpad_k is not None,
+        key_ranges=case.key_ranges,
         kv_group=case.kv_group,
         kv_shift=case.kv_shift,
         needs_grad=case.backward,

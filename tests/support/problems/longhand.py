@@ -111,8 +111,17 @@ class Longhand:
         if self.case.bias_dtype == "bool" and not self.x["bias"][b][h][i][j]:
             return False
         new = j - (len_k - len_q)
+        if self.x["key_ranges"] is not None and not self._is_in_range(b, h, i, j):
+            return False
         tree = self.x["tree_mask"]
         return tree is None or new < 0 or tree[b if len(tree) > 1 else 0][i][new]
+
+    def _is_in_range(self, b: int, h: int, i: int, j: int) -> bool:
+        ranges = self.x["key_ranges"]
+        bounds = self.x["cu_seqlens_q"]
+        row = ranges[b][h][i] if bounds is None else ranges[bounds[b] + i]
+        first, *second = zip(row[::2], row[1::2], strict=True)
+        return any(start <= j < stop for start, stop in (first, *second))
 
     def score(self, b: int, h: int, i: int, j: int, len_q: int, len_k: int):
         key = self.values("k", b, j, h // self.group)

@@ -62,6 +62,10 @@ def cases(
         bias=maybe("bias", st.sampled_from(("bhqk", "hqk", "bqk", "qk", "bk", "k", "q")), ""),
         sink=maybe("sink", flag, False),
         tree_mask=maybe("tree_mask", flag, False),
+        key_ranges=maybe("key_ranges", st.sampled_from((1, 2)), 0),
+        ranges_of=draw(st.sampled_from(("b", "", "h", "bh")))
+        if "key_ranges" not in without
+        else "b",
         varlen=varlen,
         used=maybe("used", st.sampled_from(("q", "k", "qk")), ""),
         page_size=page_size,

@@ -56,6 +56,7 @@ def call(built: Built, leaves: dict[str, Tensor], **more) -> Any:
         "num_splits": case.num_splits,
         "sink": leaves.get("sink"),
         "alibi_slopes": _slopes(built),
+        "key_ranges": x.key_ranges,
     }
     if is_cache_call(built):
         lengths = x.seqused_k

@@ -69,6 +69,7 @@ def call(built: Built, x: dict[str, Any], **more) -> Any:
         "num_splits": case.num_splits,
         "sink": x.get("sink"),
         "alibi_slopes": slopes,
+        "key_ranges": x.get("key_ranges"),
     }
     if is_cache_call(built):
         lengths = x.get("seqused_k")

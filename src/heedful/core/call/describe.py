@@ -104,6 +104,7 @@ def check(call: AttentionCall) -> AttentionProblem:
         tree_mask=x.tree_mask is not None,
         kv_batch_idx=x.kv_batch_idx is not None,
         leftpad_k=x.leftpad_k is not None,
+        key_ranges=_check_ranges(x, options, sizes),
         kv_group=_check_scales(x, options, sizes, dtype, kv_dtype),
         kv_shift=x.k_shift is not None,
         needs_grad=call.needs_grad,
@@ -364,6 +365,28 @@ def _check_score_operands(x: Operands, sizes: _Sizes) -> None:
         check_dtype("dropout_seed", x.seed.dtype, "int64")
         if x.seed.size != 1:
             raise ValueError(f"dropout_seed must have one element, got {tuple(x.seed.shape)}")
+
+
+def _check_ranges(x: Operands, options: Options, sizes: _Sizes) -> int:
+    """How many ranges of keys a row has, 0 without key_ranges."""
+    ranges = x.key_ranges
+    if ranges is None:
+        return 0
+    check_dtype("key_ranges", ranges.dtype, "int32")
+    own = tuple(ranges.shape)
+    packed = options.kind == "varlen"
+    words = "(total_q, 2 or 4)" if packed else "(batch or 1, heads_q or 1, seqlen_q, 2 or 4)"
+    if len(own) != words.count(",") + 1:
+        raise ValueError(f"key_ranges must be {words}, got shape {own}")
+    rows = (x.q.shape[0],)
+    if not packed:
+        batch, heads = (
+            1 if n == 1 else whole
+            for n, whole in zip(own, (sizes.batch, sizes.heads_q), strict=False)
+        )
+        rows = batch, heads, sizes.seqlen_q
+    check_shape("key_ranges", own, (*rows, 4 if own[-1] == 4 else 2), words)
+    return own[-1] // 2
 
 
 def _check_scales(x: Operands, options: Options, sizes: _Sizes, dtype: str, kv_dtype: str) -> int:

@@ -18,6 +18,8 @@ class Operands(NamedTuple):
     block_table: int32 (B, pages per sequence). kv_batch_idx: int32 (B,), which row of k and v a
         sequence uses. leftpad_k: int32 (B,), where in its storage a sequence begins.
     tree_mask: bool (B, Sq, Sq), expanded; rows see key len_k - Sq + c iff tree_mask[b, row, c].
+    key_ranges: int32 (B, H, Sq, 2 | 4), a stride of 0 where it is repeated, or (Tq, 2 | 4) beside
+        cu_seqlens_q: a row sees keys [a, b) of its sequence, or those of two ranges.
     seed: int64 (1,), on the device: the Philox key; or (5,), with the dropout origin after it.
     q_descale, k_descale, v_descale: float32 (B, G), expanded; for quantised caches
         k_descale, v_descale, k_shift, v_shift: (cache storage dims..., G, groups).
@@ -37,6 +39,7 @@ class Operands(NamedTuple):
     kv_batch_idx: Any = None
     leftpad_k: Any = None
     tree_mask: Any = None
+    key_ranges: Any = None
     seed: Any = None
     q_descale: Any = None
     k_descale: Any = None

@@ -51,8 +51,8 @@ class AttentionProblem:
     NumPy; int4 is two values a byte. scale: multiplies q k^T, at least NO_SCALE in size. softcap: 0
     is off. dropout_p: 0 is off. used_q, used_k: per-sequence lengths inside the given storage
     (seqused, cache_seqlens). page_size: keys a page of a paged cache, 0 if not paged. alibi, bias,
-    sink, tree_mask, kv_batch_idx, leftpad_k: whether the call has them. kv_group: how many values
-    share one scale of a quantised cache, 0 for a scale per head or none. kv_shift: the quantised
+    sink, tree_mask, kv_batch_idx, leftpad_k: whether the call has them. key_ranges: how many ranges
+    of keys each row has, 0 without such a mask. kv_group: how many values share one scale of a quantised cache, 0 for a scale per head or none. kv_shift: the quantised
     cache has a zero shift per scale. needs_grad, bias_grad: whether a backward will follow, and
     whether it computes the bias's gradient. return_lse: whether the caller reads the log-sum-exp.
     return_probs: the sign-coded dropped probabilities are wanted (tests). keeps_rest: the rounding
@@ -91,6 +91,7 @@ class AttentionProblem:
     tree_mask: bool = False
     kv_batch_idx: bool = False
     leftpad_k: bool = False
+    key_ranges: int = 0
     kv_group: int = 0
     kv_shift: bool = False
     needs_grad: bool = False
@@ -376,6 +377,7 @@ FEATURES = {
     "kv_batch_idx": "cache rows by index",
     "leftpad_k": "left-padded cache",
     "tree_mask": "tree mask over the new tokens",
+    "key_ranges": "key ranges of rows",
     "gqa": "fewer KV heads than query heads",
     "head_dims_differ": "V of another head dim than Q and K",
     "fp8": "fp8 inputs",
@@ -389,5 +391,5 @@ FEATURES = {
 }
 
 # Facts that are features by themselves.
-_FLAGS = ("alibi", "bias", "sink", "tree_mask", "kv_batch_idx", "leftpad_k")
+_FLAGS = ("alibi", "bias", "sink", "tree_mask", "kv_batch_idx", "leftpad_k", "key_ranges")
 _FLAGS += ("return_lse", "return_probs", "bias_grad")

@@ -441,7 +441,19 @@ def _backward(plan: "Plan", problem: AttentionProblem, stored_k: int) -> Sizes:
             {"tiles": tiles_n, "l2_heads": larger(1, l2_heads // problem.group)},
         ),
     }
-    return Sizes(1, launches, (delta, *references(problem)))
+    workspaces = [delta, *references(problem)]
+    if problem.key_ranges:
+        entries = problem.heads_q * seen_entries(problem, queries.block_m)
+        seen = ArraySpec.contiguous((entries, 8), "int32")
+        workspaces.append(Workspace("seen_keys", seen))
+    return Sizes(1, launches, tuple(workspaces))
+
+
+def seen_entries(problem: AttentionProblem, rows: int) -> int:
+    """Tiles of `rows` queries of one head, as many as there can be."""
+    if problem.total_q is not None:
+        return problem.total_q // rows + problem.batch
+    return problem.batch * ceil_div(problem.seqlen_q, rows)
 
 
 def references(problem: AttentionProblem) -> tuple[Workspace, Workspace]:

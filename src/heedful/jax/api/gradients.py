@@ -35,6 +35,7 @@ def attention_backward(
     softcap: float = 0.0,
     alibi_slopes: Array | None = None,
     deterministic: bool = False,
+    key_ranges: Array | None = None,
     bias: Array | None = None,
     sink: Array | None = None,
     s_aux: Array | None = None,
@@ -98,6 +99,7 @@ def attention_backward(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
         block_table=block_table,
+        key_ranges=key_ranges,
     )
     saved = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     return differentiate(x, options, saved, dropout_seed, bias_grad)

@@ -60,6 +60,7 @@ def flash_attn_with_kvcache(
     s_aux: Array | None = None,
     learnable_sink: Array | None = None,
     tree_mask: Array | None = None,
+    key_ranges: Array | None = None,
     shared_prefix: tuple[Array, Array] | None = None,
     backend: str | None = None,
 ) -> Any:
@@ -101,6 +102,8 @@ def flash_attn_with_kvcache(
             groups).
         tree_mask: bool (batch or 1, q_len, q_len): query i sees the c-th of the last q_len keys
             only if tree_mask[b, i, c], for speculative decoding.
+        key_ranges: int32 (batch or 1, heads_q or 1, q_len, 2 or 4), as of flash_attn_func. Keys of
+            a shared_prefix, which every query sees, do not count.
         shared_prefix: (k, v), each (prefix_len, heads_k, head_dim | head_dim_v) or with a leading
             1: keys and values before the cache of every sequence. Rotary positions count them;
             every query sees them all.
@@ -141,6 +144,7 @@ def flash_attn_with_kvcache(
         kv_batch_idx=cache_batch_idx,
         leftpad_k=cache_leftpad,
         tree_mask=tree_mask,
+        key_ranges=key_ranges,
         k_descale=k_descale,
         v_descale=v_descale,
         k_shift=k_shift,

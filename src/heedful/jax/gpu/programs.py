@@ -107,6 +107,9 @@ def _operands(problem: AttentionProblem, x: Operands, origin: Array | None):
         "alibi_slopes": (problem.batch, problem.heads_q),
         "tree_mask": (problem.batch, problem.seqlen_q, problem.seqlen_q),
     }
+    if not problem.varlen_q:
+        rows = (problem.batch, problem.heads_q, problem.seqlen_q)
+        whole["key_ranges"] = (*rows, 2 * problem.key_ranges)
     if not problem.kv_group:
         scales = ("q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
         whole |= {name: (problem.batch, problem.heads_k) for name in scales}

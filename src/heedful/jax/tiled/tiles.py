@@ -102,6 +102,11 @@ class Sequence:
         if mask.left >= 0 and not mask.first:
             begin = jnp.clip(first + off - mask.left, 0, end)
         end = jnp.where(last < first, 0, end)
+        if self.x.key_ranges is not None:
+            own = self._ranges(self.rows(first, count))
+            shows = own[..., 0] < own[..., 1]
+            begin = jnp.maximum(begin, jnp.where(shows, own[..., 0], self.len_k).min())
+            end = jnp.minimum(end, jnp.where(shows, own[..., 1], 0).max())
         return begin // tile, jnp.maximum(begin // tile, (end + tile - 1) // tile)
 
     def query_range(self, first, count: int, tile: int) -> tuple[Array, Array]:
@@ -176,7 +181,22 @@ class Sequence:
             s = s - self._by_group(slopes)[..., None, None] * distance[None, None]
         if x.bias is not None:
             s = s + self._by_group(self._bias_tile(rows, cols))
-        return jnp.where(self._seen(rows, cols)[None, None], s, -jnp.inf), tanh
+        seen = self._seen(rows, cols)[None, None]
+        if x.key_ranges is not None:
+            own, j = self._ranges(rows)[..., None], cols[None, None, None]
+            shown = ((own[..., 0, :] <= j) & (j < own[..., 1, :])).any(-2)
+            seen &= self._by_group(shown)
+        return jnp.where(seen, s, -jnp.inf), tanh
+
+    def _ranges(self, rows: Array) -> Array:
+        """The key_ranges of queries, as pairs: (H or 1, M, pairs, 2); those of the last past it."""
+        ranges = self.x.key_ranges
+        if ranges.ndim == 2:
+            own, rows = ranges[None], self.q_begin + rows
+        else:
+            own = ranges[self.b if ranges.shape[0] > 1 else 0]
+        own = jnp.take(own, rows, axis=1, mode="clip")
+        return own.reshape(*own.shape[:2], -1, 2)
 
     def _seen(self, rows: Array, cols: Array) -> Array:
         """Which keys the queries see: (M, N)."""

@@ -109,7 +109,7 @@ class Layout:
             return [keys, "", HEADS, ""] if rank == 4 else ["", HEADS, ""]
         if name in ("lse", "dlse"):
             return [batch, heads, ""] if rank == 3 else [heads, ""]
-        if name in ("bias", "probs", "dbias"):
+        if name in ("bias", "probs", "dbias") or (name == "key_ranges" and rank == 4):
             return [BATCH, heads, "", ""]
         if name in ("alibi_slopes", "sink", "dsink", "head_index"):
             return [BATCH, heads][-rank:]

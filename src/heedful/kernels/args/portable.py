@@ -19,6 +19,17 @@ from heedful.kernels.args.kinds import (
 from heedful.kernels.args.shared import Descale
 
 
+class SeenKeys(NamedTuple):
+    """The keys that tiles of query rows see, of calls with key_ranges; else all None. ptr: int32
+    (entries, 8), see portable/backward/seen.py. heads: entries of a query head; tiles: of a batch
+    entry, None where sequences are packed. ROWS: query rows of an entry."""
+
+    ptr: Ptr
+    heads: Num
+    tiles: Num
+    ROWS: Const
+
+
 class QueryGradientsIO(NamedTuple):
     """delta, reference and factor have the layout of lse. reference: the number to subtract from a
     row's scores, in their units. factor: exponentials times it are probabilities."""
@@ -33,6 +44,7 @@ class QueryGradientsIO(NamedTuple):
     delta: Out[Ptr]
     reference: Out[Ptr]
     factor: Out[Ptr]
+    seen: Out[SeenKeys]
     dq: Out[Rows]
 
 
@@ -47,6 +59,7 @@ class KeyGradientsIO(NamedTuple):
     delta: In[Ptr]
     reference: In[Ptr]
     factor: In[Ptr]
+    seen: In[SeenKeys]
     dk: Out[Rows]
     dv: Out[Rows]
 

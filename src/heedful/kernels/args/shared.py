@@ -8,6 +8,7 @@ from heedful.kernels.args.kinds import (
     Num,
     Out,
     Ptr,
+    RowArray,
     Rows,
     ScoreArray,
     SplitRows,
@@ -46,7 +47,8 @@ class Mask(NamedTuple):
     """Query i sees key j if -left <= j - i - off <= right, or if j < first and j - i - off <=
     right. The diagonal's offset is off = shift, or shift + len_k - len_q if bottom_right is 1.
 
-    tree: a mask (B, M, M) over the last M keys, or None.
+    tree: a mask (B, M, M) over the last M keys, or None. ranges: int32 (B, H, M), or packed (M,),
+    of RANGES pairs: a row sees keys from the first of a pair to before its second; or both None.
     """
 
     left: Num
@@ -57,8 +59,10 @@ class Mask(NamedTuple):
     tree: In[Ptr]
     stride_treeb: Num
     stride_treem: Num
+    ranges: In[RowArray]
     HAS_LEFT: Const
     HAS_RIGHT: Const
+    RANGES: Const
 
 
 class ScoreMods(NamedTuple):

@@ -16,17 +16,19 @@ import triton.language as tl
 from heedful.kernels.args.kinds import RowVector
 from heedful.kernels.args.shared import Descale, Descales, Mask, ScoreMods
 from heedful.kernels.common.constants import LN2, LOG2E, LOG2E_REST
+from heedful.kernels.common.row_ranges import head_ranges, range_visible
 from heedful.kernels.common.rows import wide
 
 
 class HeadMods(NamedTuple):
     """The score modifiers of one head of one sequence: the scale with descales, the slope of ALiBi,
-    and where its bias and its tree mask begin. A modifier that is absent is 0."""
+    and where its bias, its tree mask and its ranges begin. A modifier that is absent is 0."""
 
     scale: Any
     slope: Any
     bias: Any
     tree: Any
+    ranges: Any
 
 
 @triton.jit
@@ -103,6 +105,7 @@ def head_mods(scale, b, h, params):
     slope = 0.0
     bias = 0
     tree = 0
+    ranges = 0
     if params.mods.alibi is not None:
         slope = tl.load(params.mods.alibi + b * params.mods.stride_alibib + h)
     if params.mods.bias.ptr is not None:
@@ -111,7 +114,9 @@ def head_mods(scale, b, h, params):
         )
     if params.mask.tree is not None:
         tree = params.mask.tree + b * params.mask.stride_treeb
-    return HeadMods(scale, slope, bias, tree)
+    if params.mask.RANGES:
+        ranges = head_ranges(b, h, params.mask)
+    return HeadMods(scale, slope, bias, tree, ranges)
 
 
 @triton.jit
@@ -178,11 +183,13 @@ def adjust_scores(s, distance, b_tile, head, mods: ScoreMods):
 
 @triton.jit
 def visible(rows, cols, distance, place, head, mask: Mask):
-    """Which scores exist, are in the window, and are in the tree mask. rows, cols and distance
-    broadcast."""
+    """Which scores exist, are in the window, in the tree mask and in the rows' ranges. rows, cols
+    and distance broadcast."""
     ok = in_window(cols, distance, place, mask)
     if mask.tree is not None:
         ok &= tree_visible(rows, cols, place, head, mask)
+    if mask.RANGES:
+        ok &= range_visible(head.ranges, rows, cols, place, mask)
     return ok
 
 

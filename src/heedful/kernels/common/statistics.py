@@ -56,10 +56,11 @@ def statistics_of_keys(q_MD, keys, k: Rows, row0, place, head, params, IS_ADJUST
     tiles = key_tiles(row0, place, params.mask, params.tile)
     # ptxas: few calls run this loop, so it has one stage and takes no shared memory from the loops
     # after it.
-    for visit in tl.range(0, tiles.first_end + (tiles.end - tiles.begin), num_stages=1):
-        block = visit
-        if visit >= tiles.first_end:
-            block = visit - tiles.first_end + tiles.begin
+    first = tiles.first_end - tiles.first_begin
+    for visit in tl.range(0, first + (tiles.end - tiles.begin), num_stages=1):
+        block = visit + tiles.first_begin
+        if visit >= first:
+            block = visit - first + tiles.begin
         col0 = block * N
         if params.cache is None:
             k_ND = load_rows(keys, k.stride_n, col0, place.seq.len_k, D, N, BLOCK_D, True)

@@ -8,12 +8,14 @@ import triton.language as tl
 
 from heedful.kernels.args.shared import Mask, Tile
 from heedful.kernels.common.key_range import key_bounds
+from heedful.kernels.common.row_ranges import range_hulls
 
 
 class TileRange(NamedTuple):
-    """Tiles [begin, end) are visited, and [full_begin, full_end) of them need no mask. Tiles [0,
-    first_end), which lie before `begin`, are visited too."""
+    """Tiles [begin, end) are visited, and [full_begin, full_end) of them need no mask. Tiles
+    [first_begin, first_end), none of which is among those, are visited too."""
 
+    first_begin: Any
     first_end: Any
     begin: Any
     full_begin: Any
@@ -24,6 +26,33 @@ class TileRange(NamedTuple):
 @triton.jit
 def key_tiles(row, place, mask: Mask, tile: Tile):
     """The key tiles that a tile of queries from `row` on visits."""
+    if mask.RANGES:
+        return ranged_tiles(row, place, mask, tile)
+    else:
+        return tiles_by_position(row, place, mask, tile)
+
+
+@triton.jit
+def ranged_tiles(row, place, mask: Mask, tile: Tile):
+    """`key_tiles` of rows that have key_ranges."""
+    hull, other = range_hulls(row, place, mask, tile)
+    full_end = hull.full_end
+    if mask.tree is not None:
+        full_end = before_tree(full_end, hull.full_begin, place, tile)
+    return TileRange(other.begin, other.end, hull.begin, hull.full_begin, full_end, hull.end)
+
+
+@triton.jit
+def before_tree(full_end, full_begin, place, tile: Tile):
+    """The end of full tiles where a tree covers the last len_q keys: tiles that hold any of them
+    need a mask."""
+    keys = tl.maximum(place.seq.len_k - place.seq.len_q, 0)
+    return tl.maximum(tl.minimum(full_end, keys // tile.BLOCK_N), full_begin)
+
+
+@triton.jit
+def tiles_by_position(row, place, mask: Mask, tile: Tile):
+    """`key_tiles` of rows that have none."""
     len_k = place.seq.len_k
     last = tl.minimum(row + tile.BLOCK_M, place.seq.len_q) - 1
     bounds = key_bounds(row, last, place.seq.off, len_k, mask)
@@ -46,25 +75,24 @@ def key_tiles(row, place, mask: Mask, tile: Tile):
         full_end = 0
         end = 0
     if mask.tree is not None:
-        # The tree covers the last len_q keys: tiles that hold any of them need a mask.
-        full_end = tl.minimum(full_end, tl.maximum(len_k - place.seq.len_q, 0) // tile.BLOCK_N)
-        full_end = tl.maximum(full_end, full_begin)
-    return TileRange(first_end, begin, full_begin, full_end, end)
+        full_end = before_tree(full_end, full_begin, place, tile)
+    return TileRange(0, first_end, begin, full_begin, full_end, end)
 
 
 @triton.jit
 def masked_count(tiles):
     """How many of the visited tiles need a mask."""
-    return tiles.first_end + (tiles.full_begin - tiles.begin) + (tiles.end - tiles.full_end)
+    first = tiles.first_end - tiles.first_begin
+    return first + (tiles.full_begin - tiles.begin) + (tiles.end - tiles.full_end)
 
 
 @triton.jit
-def visited_tile(visit, tiles, HAS_LEFT: tl.constexpr, IS_MASKED: tl.constexpr):
+def visited_tile(visit, tiles, mask: Mask, IS_MASKED: tl.constexpr):
     """The key tile of a visit. Visits are counted apart for tiles that need a mask (IS_MASKED) and
     for those that need none."""
     if not IS_MASKED:
         return visit + tiles.full_begin
-    elif HAS_LEFT:
+    elif mask.HAS_LEFT or mask.RANGES:
         return masked_tile(visit, tiles)
     else:
         return visit + tiles.full_end
@@ -74,11 +102,12 @@ def visited_tile(visit, tiles, HAS_LEFT: tl.constexpr, IS_MASKED: tl.constexpr):
 def masked_tile(index, tiles):
     """The key tile of visit `index` among those that need a mask."""
     before = tiles.full_begin - tiles.begin
-    tile = index
-    if index >= tiles.first_end + before:
-        tile = index - tiles.first_end - before + tiles.full_end
-    elif index >= tiles.first_end:
-        tile = index - tiles.first_end + tiles.begin
+    first = tiles.first_end - tiles.first_begin
+    tile = index + tiles.first_begin
+    if index >= first + before:
+        tile = index - first - before + tiles.full_end
+    elif index >= first:
+        tile = index - first + tiles.begin
     return tile
 
 
@@ -113,4 +142,4 @@ def query_tiles(col, place, mask: Mask, tile: Tile):
     full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
     if mask.tree is not None:
         full_end = tl.where(last >= place.seq.len_k - len_q, full_begin, full_end)
-    return TileRange(0, begin, full_begin, full_end, end)
+    return TileRange(0, 0, begin, full_begin, full_end, end)

@@ -146,6 +146,15 @@ def shape(problem: AttentionProblem) -> shared.Shape:
     return shared.Shape(*map(Scalar, (p.batch, p.heads_q, p.heads_k, p.seqlen_q, p.seqlen_k)))
 
 
+def row_ranges(buffers: Buffers) -> kinds.RowArray:
+    """key_ranges, (B, H, S, pairs) or packed (T, pairs)."""
+    spec = buffers.get("key_ranges")
+    if spec is None:
+        return kinds.RowArray(None, None, None, None)
+    b, h, m = spec.steps[:-1] if len(spec.shape) == 4 else (0, 0, spec.steps[0])
+    return kinds.RowArray(pointer(buffers, "key_ranges"), stride(b), stride(h), row_stride(m))
+
+
 def mask(problem: AttentionProblem, buffers: Buffers) -> shared.Mask:
     """Which keys a query sees. A side without a bound reaches FAR."""
     given = problem.mask
@@ -161,8 +170,10 @@ def mask(problem: AttentionProblem, buffers: Buffers) -> shared.Mask:
         tree=pointer(buffers, "tree_mask"),
         stride_treeb=stride(batch_stride) if tree else None,
         stride_treem=row_stride(tree.strides[1]) if tree else None,
+        ranges=row_ranges(buffers),
         HAS_LEFT=given.left >= 0,
         HAS_RIGHT=given.right >= 0,
+        RANGES=problem.key_ranges or None,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from heedful.core.call.problem import MAX_HEAD_DIM_V, AttentionProblem
 from heedful.core.planning.plan import Plan
-from heedful.core.planning.sizes import Sizes, ceil_div
+from heedful.core.planning.sizes import Sizes, ceil_div, seen_entries
 from heedful.core.registry.tiles import (
     CLEAR_UNUSED,
     CLEARING_PROGRAMS,
@@ -335,6 +335,7 @@ def _key_gradients_call(
             delta=pointer(buffers, "delta"),
             reference=pointer(buffers, "reference"),
             factor=pointer(buffers, "factor"),
+            seen=_seen_keys(problem, plan, sizes, buffers),
             **{name: groups.rows(buffers, name, divisor) for name in tensors},
         ),
         params=params(problem, blocks, buffers, _order(launch.numbers)),
@@ -360,9 +361,26 @@ def _query_gradients_call(
             delta=pointer(buffers, "delta"),
             reference=pointer(buffers, "reference"),
             factor=pointer(buffers, "factor"),
+            seen=_seen_keys(problem, plan, sizes, buffers),
             **{name: groups.rows(buffers, name, divisor) for name in tensors},
         ),
         params=params(problem, blocks, buffers, _order(launch.numbers), has_sink=True),
+    )
+
+
+def _seen_keys(
+    problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers
+) -> args.SeenKeys:
+    """The keys that tiles of queries see; absent where lengths and windows alone say it."""
+    if not problem.key_ranges:
+        return absent(args.SeenKeys)
+    kernel = "portable.backward_queries"
+    rows, tiles = plan.configs[kernel].block_m, sizes.launches[kernel].numbers["tiles"]
+    return args.SeenKeys(
+        ptr=pointer(buffers, "seen_keys"),
+        heads=Scalar(seen_entries(problem, rows)),
+        tiles=None if problem.varlen_q else Scalar(tiles),
+        ROWS=rows,
     )
 
 

@@ -35,6 +35,9 @@ def inputs(problem: AttentionProblem) -> Buffers:
         buffers["sink"] = make((p.heads_q,), "float32")
     if p.tree_mask:
         buffers["tree_mask"] = make((p.batch, p.seqlen_q, p.seqlen_q), "bool")
+    if p.key_ranges:
+        rows = (p.total_q,) if p.total_q is not None else (p.batch, p.heads_q, p.seqlen_q)
+        buffers["key_ranges"] = make((*rows, 2 * p.key_ranges), "int32")
     if p.dropout_p > 0:
         buffers["seed"] = make((1,), "int64")
     present = {

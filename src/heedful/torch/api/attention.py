@@ -39,6 +39,7 @@ def flash_attn_func(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     bias: Tensor | None = None,
     sink: Tensor | None = None,
     s_aux: Tensor | None = None,
@@ -80,6 +81,10 @@ def flash_attn_func(
         seqused_k: int32 or int64 (batch,): how many keys of its row a sequence uses, from leftpad_k
             on; all by default. The others are never read, and have a gradient of 0.
         leftpad_k: int32 or int64 (batch,): where in its row the keys of a sequence begin.
+        key_ranges: int32 (batch or 1, heads_q or 1, seqlen_q, 2 or 4): a query sees keys [a, b) of
+            its own, or those of two such ranges, among those that the other masks show. Positions
+            count from its sequence's first key. A range is cut to the keys that exist; one with a
+            >= b shows none. `heedful.masks` makes them.
         bias: float, broadcastable to (batch, heads_q, seqlen_q, seqlen_k); differentiable. Or bool:
             True where a query sees a key. A call makes it a bias of 16 bits, in memory of its own.
         sink: float (heads_q,), a logit that takes part in every softmax without a value
@@ -141,7 +146,7 @@ def flash_attn_func(
         and q_descale is None
         and k_descale is None
         and v_descale is None
-        and seqused_q is seqused_k is leftpad_k is None
+        and seqused_q is seqused_k is leftpad_k is key_ranges is None
     ):
         x = (Operands if dispatched else new_operands)(
             q=q,
@@ -153,6 +158,7 @@ def flash_attn_func(
             seqused_q=seqused_q,
             seqused_k=seqused_k,
             leftpad_k=leftpad_k,
+            key_ranges=key_ranges,
             q_descale=q_descale,
             k_descale=k_descale,
             v_descale=v_descale,
@@ -182,6 +188,7 @@ def flash_attn_varlen_func(
     *,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     bias: Tensor | None = None,
     sink: Tensor | None = None,
     s_aux: Tensor | None = None,
@@ -218,6 +225,7 @@ def flash_attn_varlen_func(
             size.
         seqused_q, seqused_k: int32 or int64 (batch,): how many tokens of its storage a sequence
             uses; the rest is never read, and gives 0 with lse -inf.
+        key_ranges: int32 (total_q, 2 or 4), the same for all heads.
 
     Returns:
         As flash_attn_func: out (total_q, heads_q, head_dim_v), lse (heads_q, total_q), S_dmask
@@ -267,6 +275,7 @@ def flash_attn_varlen_func(
         seqused_q=seqused_q,
         seqused_k=seqused_k,
         block_table=block_table,
+        key_ranges=key_ranges,
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,

@@ -50,6 +50,7 @@ def attention_backward(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
+    key_ranges: Tensor | None = None,
     bias: Tensor | None = None,
     sink: Tensor | None = None,
     s_aux: Tensor | None = None,
@@ -127,6 +128,7 @@ def attention_backward(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
         block_table=block_table,
+        key_ranges=key_ranges,
     )
     saved = dout, dlse, out, lse
     if dispatched or wants_gradients((*x, *saved)):

@@ -52,7 +52,16 @@ _UNBOUNDED = (-1, -1)
 # The arguments that hold tensors.
 _ARGUMENTS = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens")
 _ARGUMENTS += ("cache_batch_idx", "cache_leftpad", "block_table", "alibi_slopes", "k_descale")
-_ARGUMENTS += ("v_descale", "k_shift", "v_shift", "sink", "tree_mask", "shared_prefix", "out")
+_ARGUMENTS += (
+    "v_descale",
+    "k_shift",
+    "v_shift",
+    "sink",
+    "tree_mask",
+    "key_ranges",
+    "shared_prefix",
+    "out",
+)
 # The names that programs give the arrays that come on top of the operands.
 _NEW = {"k_new": "k", "v_new": "v", "q_new": "q"}
 
@@ -86,6 +95,7 @@ def flash_attn_with_kvcache(
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     shared_prefix: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
@@ -126,6 +136,8 @@ def flash_attn_with_kvcache(
             groups).
         tree_mask: bool (batch or 1, q_len, q_len): query i sees the c-th of the last q_len keys
             only if tree_mask[b, i, c], for speculative decoding.
+        key_ranges: int32 (batch or 1, heads_q or 1, q_len, 2 or 4), as of flash_attn_func. Keys of
+            a shared_prefix, which every query sees, do not count.
         shared_prefix: (k, v), each (prefix_len, heads_k, head_dim | head_dim_v) or with a leading
             1: keys and values before the cache of every sequence. Rotary positions count them;
             every query sees them all.
@@ -178,6 +190,7 @@ def flash_attn_with_kvcache(
         v_shift,
         sink,
         tree_mask,
+        key_ranges,
         shared_prefix,
         out,
     )
@@ -214,7 +227,7 @@ def _parts(
     `_ARGUMENTS` has them; values: the others."""
     scale, causal, window_size, softcap, interleaved, splits, return_lse, backend = values
     q, k_cache, v_cache, k, v, cos, sin, lengths, rows, pads, table, alibi, *more, prefix, _ = given
-    k_descale, v_descale, k_shift, v_shift, sink, tree_mask = more
+    k_descale, v_descale, k_shift, v_shift, sink, tree_mask, key_ranges = more
     return (
         operands(
             q=q,
@@ -226,6 +239,7 @@ def _parts(
             kv_batch_idx=rows,
             leftpad_k=pads,
             tree_mask=tree_mask,
+            key_ranges=key_ranges,
             k_descale=k_descale,
             v_descale=v_descale,
             k_shift=k_shift,

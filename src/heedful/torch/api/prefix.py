@@ -161,7 +161,7 @@ def prefixed(x: Operands, options: Options, prefix: tuple[Tensor, Tensor]) -> tu
     through the dispatcher. x: with the sink."""
     if has_shards((*prefix, *x)):
         raise no_shards("flash_attn_with_kvcache")
-    return torch.ops.heedful.prefixed_attention.default(*prefix, *x, *options)
+    return torch.ops.heedful.prefixed_attention_v2.default(*prefix, *x, *options)
 
 
 class Prefixed:
@@ -214,6 +214,6 @@ def _prefixed_fake(k, v, *args):
     )
 
 
-LIBRARY.impl("prefixed_attention", _prefixed, "CompositeExplicitAutograd")
-torch.library.register_fake("heedful::prefixed_attention", _prefixed_fake)
-torch.library.register_vmap("heedful::prefixed_attention", prefixed_vmap)
+LIBRARY.impl("prefixed_attention_v2", _prefixed, "CompositeExplicitAutograd")
+torch.library.register_fake("heedful::prefixed_attention_v2", _prefixed_fake)
+torch.library.register_vmap("heedful::prefixed_attention_v2", prefixed_vmap)

@@ -280,7 +280,16 @@ class Once(NamedTuple):
 
 # Operands that are expanded to a call's lengths, or that are no operands of most calls. Shifts come
 # with descales.
-_ADAPTED = ("bias", "alibi_slopes", "tree_mask", "seed", "q_descale", "k_descale", "v_descale")
+_ADAPTED = (
+    "bias",
+    "alibi_slopes",
+    "tree_mask",
+    "key_ranges",
+    "seed",
+    "q_descale",
+    "k_descale",
+    "v_descale",
+)
 _adapted = itemgetter(*(Operands._fields.index(name) for name in _ADAPTED))
 _OPERANDS = tuple(enumerate(Operands._fields))
 _LONGEST = slice(1, 3)  # of Options

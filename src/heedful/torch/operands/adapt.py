@@ -14,6 +14,7 @@ from heedful.torch.operands.checks import FLOATS
 
 _ROWS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 _ROWS += ("kv_batch_idx", "leftpad_k", "block_table", "sink", "alibi_slopes", "tree_mask")
+_ROWS += ("key_ranges",)
 _SCALES = ("q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
 _INDEX = {name: index for index, name in enumerate(Operands._fields)}
 _new = tuple.__new__
@@ -72,6 +73,9 @@ def _expansions(x: Operands, problem: AttentionProblem) -> list[Step]:
         "alibi_slopes": (batch, heads),
         "tree_mask": (batch, problem.seqlen_q, problem.seqlen_q),
     }
+    if not problem.varlen_q:
+        rows = batch, heads, problem.seqlen_q
+        shapes["key_ranges"] = (*rows, 2 * problem.key_ranges)
     shapes |= {name: (batch, problem.heads_k) for name in _SCALES}
     return [
         _expand(_INDEX[name], shape)

@@ -27,14 +27,14 @@ from heedful.torch.traced.private import (
 
 @untraced
 def attention_autograd(run, keyset, *args):
-    """The rule of heedful::attention_v2, which `run` computes."""
-    return _differentiable(Attention, run, torch.ops.heedful.attention_v2.default, keyset, args)
+    """The rule of heedful::attention_v3, which `run` computes."""
+    return _differentiable(Attention, run, torch.ops.heedful.attention_v3.default, keyset, args)
 
 
 @untraced
 def backward_autograd(run, keyset, *args):
-    """The rule of heedful::attention_v2_backward, which `run` computes."""
-    op = torch.ops.heedful.attention_v2_backward.default
+    """The rule of heedful::attention_v3_backward, which `run` computes."""
+    op = torch.ops.heedful.attention_v3_backward.default
     return _differentiable(Backward, run, op, keyset, args)
 
 
@@ -46,7 +46,7 @@ def inference_autograd(op, options: Options, args: tuple):
     _refuse_tangents(args)
     if not wants_gradients(args):
         return below_autograd(op, args)
-    return torch.ops.heedful.attention_v2.default(*Operands(*args[:3]), *options, True)[0]
+    return torch.ops.heedful.attention_v3.default(*Operands(*args[:3]), *options, True)[0]
 
 
 def _differentiable(function: type[OneLevelFunction], run, op, keyset, args: tuple):
@@ -90,7 +90,7 @@ class Attention(OneLevelFunction):
         out, lse, *x = ctx.saved_tensors
         needs = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=False))
         dout = torch.zeros_like(out) if dout is None else dout
-        dq, dk, dv, dbias, dsink = torch.ops.heedful.attention_v2_backward.default(
+        dq, dk, dv, dbias, dsink = torch.ops.heedful.attention_v3_backward.default(
             dout, dlse, out, lse, *x, *ctx.options, needs["bias"], needs["k"] or needs["v"]
         )
         grads = Operands(dq, dk, dv, bias=dbias, sink=dsink)

@@ -1,5 +1,5 @@
 """The same calls as operators of torch's dispatcher: for torch.compile, functorch transforms, fake
-tensors and subclasses. `torch.ops.heedful.attention_v2` and its backward share validation, planning
+tensors and subclasses. `torch.ops.heedful.attention_v3` and its backward share validation, planning
 and runners with the eager path; this file holds only what the dispatcher wants to know of them.
 """
 
@@ -63,13 +63,13 @@ _OPTIONS = ", ".join(f"{_TYPES[name]} {name}" for name in Options._fields)
 # wants a new name.
 LIBRARY = torch.library.Library("heedful", "DEF")
 _SCHEMAS = (
-    f"attention_v2({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
+    f"attention_v3({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
     " -> (Tensor out, Tensor lse, Tensor probs)",
-    f"attention_v2_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS},"
+    f"attention_v3_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS},"
     f" {_OPTIONS}, bool bias_grad, bool kv_grad)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
     # A cache that is not extended, and a prefix before it: see api/prefix.py.
-    f"prefixed_attention(Tensor k_prefix, Tensor v_prefix, {_OPERANDS}, {_OPTIONS})"
+    f"prefixed_attention_v2(Tensor k_prefix, Tensor v_prefix, {_OPERANDS}, {_OPTIONS})"
     " -> (Tensor out, Tensor lse)",
     # A gradient's gradient, which raises when it is computed: it can be traced where nobody wants
     # it.
@@ -121,7 +121,7 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
         check_out(*map(abstract_spec, (out, x.q, x.v)))
     if out is None and not wants_grad and _is_bare(x, given):
         return torch.ops.heedful.inference.options(*x[:3], *_inference_arguments(given))
-    result, lse, probs = torch.ops.heedful.attention_v2.default(*x, *given, wants_grad)
+    result, lse, probs = torch.ops.heedful.attention_v3.default(*x, *given, wants_grad)
     if out is not None:
         result = out.copy_(result)
     return returned(results_of(given), result, lse, probs)
@@ -160,7 +160,7 @@ def differentiate(
     if not is_compiling():
         _check_saved(_problem(x, given, bias_grad), saved)
     args = (*saved, *x, *given, bias_grad, True)
-    dq, dk, dv, dbias, dsink = torch.ops.heedful.attention_v2_backward.default(*args)
+    dq, dk, dv, dbias, dsink = torch.ops.heedful.attention_v3_backward.default(*args)
     return Gradients(dq, dk, dv, dbias if bias_grad else None, None if x.sink is None else dsink)
 
 
@@ -384,8 +384,8 @@ def _take_shards() -> None:
         return sharded.infer(op, Operands(q, k, v), _inference_options(*rest), tuple(rest))
 
     rules = {
-        "attention_v2": sharded.attend,
-        "attention_v2_backward": sharded.differentiate,
+        "attention_v3": sharded.attend,
+        "attention_v3_backward": sharded.differentiate,
         "second_backward": lambda op, args: sharded.twice(op, *args),
         "inference": usual,
         "inference.options": with_options,
@@ -411,8 +411,8 @@ def _autocasting(name: str, count: int, device_type: str):
 
 
 for _name, _kernel, _fake in (
-    ("attention_v2", _attention, _attention_fake),
-    ("attention_v2_backward", _backward, _backward_fake),
+    ("attention_v3", _attention, _attention_fake),
+    ("attention_v3_backward", _backward, _backward_fake),
     ("second_backward", _second_backward, _second_backward_fake),
     ("kept_seed", _kept_seed, torch.empty_like),
     ("inference", _inference, _inference_fake),
@@ -420,13 +420,13 @@ for _name, _kernel, _fake in (
 ):
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"heedful::{_name}", _fake)
-torch.library.register_vmap("heedful::attention_v2", attention_vmap)
-torch.library.register_vmap("heedful::attention_v2_backward", backward_vmap)
+torch.library.register_vmap("heedful::attention_v3", attention_vmap)
+torch.library.register_vmap("heedful::attention_v3_backward", backward_vmap)
 torch.library.register_vmap("heedful::kept_seed", seed_vmap)
 keep_result(torch.ops.heedful.kept_seed.default)
-LIBRARY.impl("attention_v2", partial(attention_autograd, _attention), "Autograd", with_keyset=True)
+LIBRARY.impl("attention_v3", partial(attention_autograd, _attention), "Autograd", with_keyset=True)
 LIBRARY.impl(
-    "attention_v2_backward", partial(backward_autograd, _backward), "Autograd", with_keyset=True
+    "attention_v3_backward", partial(backward_autograd, _backward), "Autograd", with_keyset=True
 )
 LIBRARY.impl("inference", _inference_autograd, "Autograd")
 LIBRARY.impl("inference.options", _inference_with_autograd, "Autograd")
@@ -435,6 +435,6 @@ for _name in ("inference", "inference.options"):
     torch.library.register_vmap(f"heedful::{_name}", _rule)
 for _device in ("cpu", "cuda"):
     # q, k, v and the bias of the one; q, k, v of the others.
-    for _name, _tensors in (("attention_v2", 4), ("inference", 3), ("inference.options", 3)):
+    for _name, _tensors in (("attention_v3", 4), ("inference", 3), ("inference.options", 3)):
         _cast = _autocasting(_name, _tensors, _device)
         LIBRARY.impl(_name, _cast, f"Autocast{_device.upper()}")

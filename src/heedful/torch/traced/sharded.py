@@ -33,13 +33,14 @@ _OF_ANY = {
     "k_descale": "bh",
     "v_descale": "bh",
     "probs": "bh--",
+    "key_ranges": "bh--",
 }
 _DENSE = {"q": "b-h-", "k": "b-h-", "v": "b-h-", "out": "b-h-", "lse": "bh-", **_OF_ANY}
 _DENSE |= {"seqused_q": "b", "seqused_k": "b", "leftpad_k": "b"}
 # Tokens of all sequences, or pages of keys.
 _PACKED = {"q": "-h-", "k": "--h-", "v": "--h-", "out": "-h-", "lse": "h-", **_OF_ANY}
 # These are broadcast where a dim has one element.
-_BROADCAST = ("bias", "alibi_slopes", "q_descale", "k_descale", "v_descale")
+_BROADCAST = ("bias", "key_ranges", "alibi_slopes", "q_descale", "k_descale", "v_descale")
 _LETTERS = {"b": _BATCH, "h": _HEADS, "-": _WHOLE}
 # Every rank wants the whole of these: they may be plain tensors, the same everywhere.
 _SAME = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table", "seed")
@@ -215,7 +216,7 @@ class Spread:
 
 
 def attend(op, args: tuple):
-    """heedful::attention_v2 of DTensors."""
+    """heedful::attention_v3 of DTensors."""
     x, options, (needs_grad,) = split(args)
     spread = Spread(x, options, (needs_grad, False))
     problem = spread.problem
@@ -238,7 +239,7 @@ def infer(op, x: Operands, options: Options, rest: tuple):
 
 
 def differentiate(op, args: tuple):
-    """heedful::attention_v2_backward of DTensors."""
+    """heedful::attention_v3_backward of DTensors."""
     dout, dlse, out, lse, *rest = args
     x, options, (bias_grad, kv_grad) = split(tuple(rest))
     spread = Spread(x, options, (True, bias_grad))

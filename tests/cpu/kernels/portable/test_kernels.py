@@ -68,6 +68,10 @@ BOTH_WAYS = (
     small(varlen="q", batch=2),
     small(varlen="k", used="k", leftpad_k=True, batch=2),
     small(tree_mask=True),
+    small(key_ranges=1),
+    small(key_ranges=2, ranges_of="bh", heads_k=1),
+    small(key_ranges=2, causal=True, varlen="qk", used="qk", batch=3),
+    small(key_ranges=1, window=(20, 3, 4), tree_mask=True, sink=True, ranges_of="h"),
     small(head_dim=20, head_dim_v=48),
     small(head_dim=3),
     # A lone key: the backward must find the very score that the forward found.

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import heedful.torch as heedful
 from heedful.core.call.operands import Operands
 
-ATTENTION = torch.ops.heedful.attention_v2.default
+ATTENTION = torch.ops.heedful.attention_v3.default
 ABSENT = (None,) * (len(Operands._fields) - 3)
 
 
@@ -275,7 +275,7 @@ def test_the_backward_operator_passes_opcheck():
     out, lse, _ = ATTENTION(*args, False)
     cotangents = torch.randn_like(out), torch.randn_like(lse)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    op = torch.ops.heedful.attention_v2_backward.default
+    op = torch.ops.heedful.attention_v3_backward.default
     for kv_grad in (True, False):
         wanted = (False, kv_grad)
         torch.library.opcheck(op, (*cotangents, out, lse, *args, *wanted), test_utils=tests)

@@ -289,6 +289,7 @@ def test_every_feature_has_words_and_a_problem_that_asks_for_it():
         "head_dims_differ": {"head_dim_v": 32},
         "fp8": {"dtype": "float8_e4m3fn"},
         "quantized_kv": {"kv_dtype": "int8"},
+        "key_ranges": {"key_ranges": 2},
         "split_kv": {"num_splits": 2},
         "backward": {"needs_grad": True},
         "deterministic": {"needs_grad": True, "deterministic": True},

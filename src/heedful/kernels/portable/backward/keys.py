@@ -18,6 +18,7 @@ from heedful.kernels.common.rows import load_rows, row_base, store_rows
 from heedful.kernels.common.scores import head_mods, plus_product, probabilities, product_of_rows
 from heedful.kernels.common.sequences import place_of
 from heedful.kernels.common.tile_range import query_tiles
+from heedful.kernels.portable.backward.seen import seeing_tiles
 from heedful.kernels.portable.shared.dropout import dropout_words, keep_tile
 from heedful.kernels.portable.shared.order import head_of
 
@@ -55,7 +56,10 @@ def key_gradients(io: KeyGradientsIO, params: PortableParams, IS_GQA: tl.constex
     col0 = block * N
     if col0 >= place.seq.stored_k:
         return
-    tiles = query_tiles(col0, place, params.mask, params.tile)
+    if params.mask.RANGES:
+        tiles = seeing_tiles(col0, io.seen, place, params, IS_GQA)
+    else:
+        tiles = query_tiles(col0, place, params.mask, params.tile)
     b, g, token_k = place.b, place.g, place.seq.token_k
     len_q, len_k = place.seq.len_q, place.seq.len_k
     group = params.shape.heads_q // heads_k

@@ -98,4 +98,4 @@ def head_of(times, head_M, place, params):
         slope = tl.load(slopes)[:, None]
     if params.mask.tree is not None:
         tree = params.mask.tree + place.b * params.mask.stride_treeb
-    return HeadMods(scale, slope, 0, tree), factor
+    return HeadMods(scale, slope, 0, tree, 0), factor

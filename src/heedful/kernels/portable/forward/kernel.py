@@ -106,7 +106,6 @@ def attention_forward(io: ForwardIO, params: PortableParams):
     D: tl.constexpr = main_columns(params.tile.HEAD_DIM, params.tile.BLOCK_D, params.tile.BLOCK_R)
     E: tl.constexpr = params.tile.HEAD_DIM_V
     BLOCK_E: tl.constexpr = params.tile.BLOCK_E
-    HAS_LEFT: tl.constexpr = params.mask.HAS_LEFT
     HAS_BIAS: tl.constexpr = params.mods.bias.ptr is not None
     IS_ADJUSTED: tl.constexpr = params.mods.IS_ADJUSTED
     IS_EXACT: tl.constexpr = io.q.ptr.dtype.element_ty == tl.float32
@@ -166,7 +165,7 @@ def attention_forward(io: ForwardIO, params: PortableParams):
             visit_to = visit_end
         for visit in range(visit_from, visit_to):
             index = visit - full if masked == 1 else visit
-            col0 = visited_tile(index, tiles, HAS_LEFT, masked == 1) * N
+            col0 = visited_tile(index, tiles, params.mask, masked == 1) * N
             # S = Q K^T
             s_MN = raw_scores(q_MD, q_MR, keys, col0, io.k, params, masked == 1, IS_EXACT)
             s_MN = modified_scores(
