@@ -127,6 +127,17 @@ def test_plain_tiles_of_sm_90_do_not_spill(dim, mask, direction):
     compile_within_limits("sm_90", variants("sm_90", [row]))
 
 
+@pytest.mark.parametrize("ranges, direction", in_turns((1, 2), DIRECTIONS), ids=str)
+def test_key_ranges_of_sm_90_do_not_spill(ranges, direction):
+    row = {name: values[0] for name, values in ARRAY.factors.items()}
+    row |= {"dims": (128, 128), "mask": "causal", "backward": direction == "backward"}
+    chosen = plan(
+        replace(portable_problem(row), key_ranges=ranges), by_name("sm_90"), backend="portable"
+    )
+    calls = program(chosen, direction).calls
+    compile_within_limits("sm_90", [(call.kernel.function, call) for call in calls])
+
+
 WIDER_KEYS: list[dict] = [
     {},
     {"mask": "causal", "storage": "paged", "group": 3},
