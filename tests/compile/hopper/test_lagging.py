@@ -20,7 +20,7 @@ from compile.test_decode import buffers_of
 from heedful.core.base.device import by_name
 from heedful.core.planning.plan import plan
 from heedful.core.call.problem import AttentionProblem
-from heedful.launch.bind import decode, hopper_decode, mla, mla_swap_ab
+from heedful.launch.bind import decode, hopper_decode, mla
 from heedful.launch.code.triton_compat import compile_kernel
 from heedful.core.registry.by_hand import forced
 from support.hopper import lagging
@@ -32,7 +32,7 @@ for backend, bind, facts in (
     ("decode/portable", decode, {"head_dim": 128}),
     ("hopper_decode", hopper_decode, {"head_dim": 128}),
     ("mla", mla, latent),
-    ("mla_swap_ab", mla_swap_ab, latent),
+    ("mla_swap_ab", mla, latent),
 ):
     problem = AttentionProblem.dense(4, 1, 4096, 16, 1, used_k=True, **facts)
     made = plan(problem, by_name("H200"), backend=forced(backend))

@@ -11,7 +11,7 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.core.registry.by_hand import forced
 from heedful.inspector.nvidia import disassemble, measure, parse_sass
-from heedful.launch.bind import mla, mla_swap_ab
+from heedful.launch.bind import mla
 from heedful.launch.compiler import compile_now
 from heedful.launch.prebuild import compiling
 
@@ -74,8 +74,7 @@ def sass_of(name: str):
         **facts,
     )
     buffers = buffers_of(problem)
-    bind = mla_swap_ab if name in SWAPPED else mla
-    (call,) = bind.forward(
+    (call,) = mla.forward(
         problem, plan(problem, by_name("H200"), backend=forced(backend)), buffers
     ).calls
     return parse_sass(disassemble(compile_now(call, "sm_90").code).text)

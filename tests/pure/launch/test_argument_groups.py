@@ -35,12 +35,12 @@ def given(group: Any) -> dict[str, int]:
         (groups.rows(last(TENSOR, 4), "x"), {"b": 5000, "n": 900, "h": 90}),
         (groups.rows(last(TENSOR, 3), "x"), {"b": 0, "n": 900, "h": 90}),
         (
-            groups.split_rows(last(TENSOR, 4), "x", True, 1),
+            groups.split_rows(last(TENSOR, 4), "x", 1, True),
             {"s": 5000, "b": 0, "n": 900, "h": 90},
         ),
-        (groups.split_rows(last(TENSOR, 3), "x", False, 1), {"s": 0, "b": 0, "n": 900, "h": 90}),
+        (groups.split_rows(last(TENSOR, 3), "x", 1, False), {"s": 0, "b": 0, "n": 900, "h": 90}),
         (
-            groups.split_rows(last(TENSOR, 4), "x", False, 1),
+            groups.split_rows(last(TENSOR, 4), "x", 1, False),
             {"s": 0, "b": 5000, "n": 900, "h": 90},
         ),
         (groups.row_vector(last(VECTOR, 3), "x"), {"b": 900, "h": 90}),

@@ -6,6 +6,7 @@ All pure: numbers in, numbers out. Lengths may be symbols (core/base/symbols.py)
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from heedful.core.base.arrays import ArraySpec
@@ -21,8 +22,6 @@ from heedful.core.registry.tiles import (
     HopperConfig,
     HopperForwardConfig,
     HopperFp8Config,
-    MlaConfig,
-    MlaSwapConfig,
     SharedKeysConfig,
     TileConfig,
     pow2,
@@ -305,21 +304,21 @@ def _decode_tiles(
     return tiles, tiles * problem.batch
 
 
-def _decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
+def _shared_keys(
+    plan: "Plan",
+    problem: AttentionProblem,
+    _splits: int,
+    kernel: str,
+    evens: bool = False,
+    consumers: int = 1,
+):
     """Programs that fill the device, the same number for each line of work tiles, or fewer if there
-    is less to do."""
-    return _shared_keys(plan, problem, "decode.forward")
+    is less to do. Scratch for two segments of each share, or, if the caller fixes the splits, for
+    all segments of a row tile.
 
-
-def _hopper_decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
-    """The same, or a few less where equal lengths then have fewer segments. In a mixed batch nobody
-    knows how many sequences are short, so there it is the same."""
-    return _shared_keys(plan, problem, "hopper_decode.forward", evens=not plan.short_q)
-
-
-def _shared_keys(plan: "Plan", problem: AttentionProblem, kernel: str, evens: bool = False):
-    """Scratch for two segments of each share, or, if the caller fixes the splits, for all segments
-    of a row tile. evens: whether shares are those of `_even_shares`."""
+    evens: whether shares are those of `_even_shares`, a few less where equal lengths then have
+    fewer segments. In a mixed batch nobody knows how many sequences are short, so there they are
+    not. consumers: how many share the columns; each has its own scratch and counters."""
     config, heads = plan.configs[kernel], problem.heads_k
     assert isinstance(config, SharedKeysConfig)
     tiles, all_units = _decode_tiles(plan, config, problem)
@@ -333,7 +332,7 @@ def _shared_keys(plan: "Plan", problem: AttentionProblem, kernel: str, evens: bo
         parts = smaller(parts, splits)
     lines = rows * heads
     places = larger(1, plan.device.units * config.programs // larger(1, lines))
-    if evens:
+    if evens and not plan.short_q:
         places = _even_shares(places, problem.batch)
     shares = smaller(places, units * parts)
     programs, units = shares * lines, units * lines
@@ -341,20 +340,20 @@ def _shared_keys(plan: "Plan", problem: AttentionProblem, kernel: str, evens: bo
     launches = {kernel: LaunchSizes((programs, 1, 1), numbers)}
     if problem.num_splits == 1:
         return launches, ()
-    slots = units * splits if splits else 2 * programs
+    slots = consumers * (units * splits if splits else 2 * programs)
     kept = config.kept_rows(problem)
-    dim = pow2(problem.head_dim_v, LEAST_COLUMNS)
+    dim = pow2(problem.head_dim_v // consumers, LEAST_COLUMNS)
     return launches, (
         Workspace("partial_out", ArraySpec.contiguous((slots, kept, dim), "float32")),
         Workspace("partial_sums", ArraySpec.contiguous((slots, kept, 2), "float32")),
-        _counts(units),
+        # Counters of the finished segments of each work tile: 0 again after the merge.
+        Workspace(
+            "counts",
+            ArraySpec.contiguous((consumers * units,), "int32"),
+            zeroed=True,
+            left_zero=True,
+        ),
     )
-
-
-def _counts(units) -> Workspace:
-    """Counters of the finished segments of each work tile: 0 again after the merge."""
-    buffer = ArraySpec.contiguous((units,), "int32")
-    return Workspace("counts", buffer, zeroed=True, left_zero=True)
 
 
 def _even_shares(places, batch):
@@ -367,50 +366,11 @@ def _even_shares(places, batch):
     return if_above(16 * shares, 15 * places, shares, places)
 
 
-def _mla_forward(plan: "Plan", problem: AttentionProblem, splits: int):
-    """As for the decode kernel, but each half of the columns has its own scratch and counters."""
-    config = plan.configs["mla.forward"]
-    assert isinstance(config, MlaConfig)
-    return _latent(plan, problem, "mla.forward", config, 2)
-
-
-def _mla_swap_ab_forward(plan: "Plan", problem: AttentionProblem, splits: int):
-    """The same with one consumer."""
-    config = plan.configs["mla_swap_ab.forward"]
-    assert isinstance(config, MlaSwapConfig)
-    return _latent(plan, problem, "mla_swap_ab.forward", config, 1)
-
-
-def _latent(
-    plan: "Plan", problem: AttentionProblem, kernel: str, config: SharedKeysConfig, consumers: int
-):
-    """consumers: how many share the columns; each has its own scratch and counters."""
-    tiles = ceil_div(problem.seqlen_q * problem.group, config.block_m)
-    lines = larger(1, tiles * problem.heads_k)
-    parts = larger(1, ceil_div(problem.seqlen_k, config.block_n * config.least_tiles))
-    splits = asked_splits(problem, config.block_n)
-    if splits:
-        parts = smaller(parts, splits)
-    places = larger(1, plan.device.units * config.programs // lines)
-    shares = smaller(_even_shares(places, problem.batch), problem.batch * parts)
-    programs, units = shares * lines, problem.batch * lines
-    launches = {kernel: LaunchSizes((programs, 1, 1), {"tiles": tiles})}
-    if problem.num_splits == 1:
-        return launches, ()
-    slots = consumers * (units * splits if splits else 2 * programs)
-    dim, rows = problem.head_dim_v // consumers, config.kept_rows(problem)
-    return launches, (
-        Workspace("partial_out", ArraySpec.contiguous((slots, rows, dim), "float32")),
-        Workspace("partial_sums", ArraySpec.contiguous((slots, rows, 2), "float32")),
-        _counts(consumers * units),
-    )
-
-
 _FORWARD = {
-    "mla.forward": _mla_forward,
-    "mla_swap_ab.forward": _mla_swap_ab_forward,
-    "decode.forward": _decode_forward,
-    "hopper_decode.forward": _hopper_decode_forward,
+    "mla.forward": partial(_shared_keys, kernel="mla.forward", evens=True, consumers=2),
+    "mla_swap_ab.forward": partial(_shared_keys, kernel="mla_swap_ab.forward", evens=True),
+    "decode.forward": partial(_shared_keys, kernel="decode.forward"),
+    "hopper_decode.forward": partial(_shared_keys, kernel="hopper_decode.forward", evens=True),
     "hopper.forward": _hopper_forward,
     "hopper.fp8_forward": _hopper_forward,
     "cdna.forward": _cdna_forward,

@@ -293,7 +293,7 @@ def _latent(name: str, few_rows: Gate) -> Variant:
             few_rows,
         ),
         configs=(f"{name}.forward",),
-        program=f"heedful.launch.bind.{name}",
+        program="heedful.launch.bind.mla",
         alias=name,
     )
 

@@ -6,9 +6,9 @@ from heedful.core.base.arrays import ArraySpec, item_bytes
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import Plan
 from heedful.core.planning.sizes import Sizes
-from heedful.kernels.args.shared import ForwardIO, TileOrder
+from heedful.kernels.args.shared import TileOrder
 from heedful.launch.bind import groups, portable
-from heedful.launch.bind.groups import Buffers
+from heedful.launch.bind.groups import Buffers, with_scratch
 from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar
 
 GENERATIONS = {"gfx942": 3, "gfx950": 4}
@@ -20,24 +20,19 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     sizes = plan.sizes()
     # Tokens of no sequence have no program of the attention kernel.
     cleared = [portable.clear_outside_call(problem, buffers)] if problem.varlen_q else []
-    if not plan.is_split:
-        return Program((_call(problem, plan, sizes, buffers, "out", "lse"), *cleared))
-    buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
-    call = _call(problem, plan, sizes, buffers, "partial_out", "partial_lse")
-    return Program((call, *portable.combine(buffers).calls, *cleared), sizes.workspaces)
+    buffers = with_scratch(buffers, sizes)
+    merge = [portable.combine_call(buffers)] if plan.is_split else []
+    call = _call(problem, plan, sizes, buffers)
+    return Program((call, *merge, *cleared), sizes.workspaces)
 
 
-def _call(
-    problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers, out: str, lse: str
-) -> KernelCall:
+def _call(problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers) -> KernelCall:
     config, launch = plan.configs["cdna.forward"], sizes.launches["cdna.forward"]
+    out = "partial_out" if plan.is_split else "out"
+    results = groups.split_rows(buffers, out, _divisor(buffers[out]), plan.is_split)
+    io = portable.forward_io(buffers, _divisor(buffers["q"]), plan.is_split)
     parameters = {
-        "io": ForwardIO(
-            *(groups.rows(buffers, name, _divisor(buffers[name])) for name in "qkv"),
-            out=groups.split_rows(buffers, out, plan.is_split, _divisor(buffers[out])),
-            lse=groups.split_row_vector(buffers, lse, plan.is_split),
-            rest=groups.pointer(buffers, "partial_rest" if plan.is_split else "rest"),
-        ),
+        "io": io._replace(out=results),
         "sequences": groups.sequences(problem, buffers),
         "shape": groups.shape(problem),
         "mask": groups.mask(problem, buffers),

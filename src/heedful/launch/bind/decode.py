@@ -51,10 +51,7 @@ def decode_call(
         "decode.kernel.decode",
         launch.grid,
         config,
-        io=ForwardIO(
-            **{name: groups.rows(buffers, name, divisor) for name in "qkv"},
-            **split_kv.results(buffers, divisor),
-        ),
+        io=groups.arrays(ForwardIO, buffers, divisor),
         params=DecodeParams(
             seqs=groups.sequences(
                 problem, buffers, None if append is None else buffers["k_new"].shape[1]
@@ -105,18 +102,16 @@ def _tile(problem: AttentionProblem, config: DecodeConfig) -> DecodeTile:
     slices_d, slices_e = (slices(problem, d) for d in (problem.head_dim, problem.head_dim_v))
     once = loads_once(problem)
     words_e = _words(problem, problem.head_dim_v, slices_e)
-    return DecodeTile(
-        HEAD_DIM=problem.head_dim,
-        HEAD_DIM_V=problem.head_dim_v,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
+    return groups.constants(
+        DecodeTile,
+        problem,
+        config,
         BLOCK_D=words_e if once else _words(problem, problem.head_dim, slices_d),
         BLOCK_E=words_e,
         SLICES_D=slices_d,
         SLICES_E=slices_e,
         VALUES=values(problem),
         ROWS=_rows(problem, config),
-        CONVERSION=config.conversion,
         V_IN_K=once,
     )
 

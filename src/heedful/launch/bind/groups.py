@@ -5,18 +5,25 @@ Operands that a call lacks, and their strides, are None.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.numbers import FAR
 from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.sizes import Sizes
 from heedful.kernels.args import kinds, shared
 from heedful.kernels.args.portable import Rotary
-from heedful.launch.spec import Pointer, Scalar, absent
+from heedful.launch.spec import Group, Pointer, Scalar, absent, declared
 
 Buffers = Mapping[str, ArraySpec]
 
 # In-tile offsets are 32-bit: rows of a tile (at most 256) times a stride below this.
 WIDE_STRIDE = 1 << 22
+
+
+def with_scratch(buffers: Buffers, sizes: Sizes) -> Buffers:
+    """The arrays at hand, and those that a launch uses beside them."""
+    return {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
 
 
 def wrapped(word: int) -> int:
@@ -65,45 +72,51 @@ def lse_strides(spec: ArraySpec) -> tuple[int, int]:
 def rows(buffers: Buffers, name: str, divisor: int = 1) -> kinds.Rows:
     """A (B, S, H, D) or (T, H, D) tensor whose strides are all multiples of `divisor`; one above 1
     promises an aligned address, too."""
+    if name not in buffers:
+        return absent(kinds.Rows)
     b, n, h = token_strides(buffers[name])
     strides = stride(b, divisor), row_stride(n, divisor), stride(h, divisor)
     return kinds.Rows(pointer(buffers, name, divisor > 1), *strides)
 
 
-def split_rows(buffers: Buffers, name: str, is_split: bool, divisor: int) -> kinds.SplitRows:
+def split_rows(
+    buffers: Buffers, name: str, divisor: int = 1, is_split: bool = False
+) -> kinds.SplitRows:
     """`rows` of an array that has a leading dim of splits, or of a whole one."""
-    spec, lead = buffers[name], int(is_split)
+    one, step = _of_split(buffers[name], is_split)
+    pointer, *strides = rows({name: one}, name, divisor)
+    return kinds.SplitRows(pointer, stride(step, divisor), *strides)
+
+
+def _of_split(spec: ArraySpec, is_split: bool) -> tuple[ArraySpec, int]:
+    """The array of one split, and the stride from one to the next."""
+    lead = int(is_split)
     one = ArraySpec(spec.shape[lead:], spec.strides[lead:], spec.dtype)
-    b, n, h = token_strides(one)
-    s = spec.strides[0] if is_split else 0
-    strides = stride(b, divisor), row_stride(n, divisor), stride(h, divisor)
-    return kinds.SplitRows(pointer(buffers, name, divisor > 1), stride(s, divisor), *strides)
+    return one, spec.strides[0] if is_split else 0
 
 
 def row_vector(buffers: Buffers, name: str) -> kinds.RowVector:
     """A float32 (B, H, S) or (H, T) array whose rows lie side by side."""
     spec = buffers.get(name)
     if spec is None:
-        return kinds.RowVector(None, None, None)
+        return absent(kinds.RowVector)
     return kinds.RowVector(pointer(buffers, name), *map(stride, lse_strides(spec)))
 
 
-def split_row_vector(buffers: Buffers, name: str, is_split: bool) -> kinds.SplitRowVector:
+def split_row_vector(buffers: Buffers, name: str, is_split: bool = False) -> kinds.SplitRowVector:
     """`row_vector` of an array that has a leading dim of splits, or of a whole one."""
-    spec = buffers.get(name)
-    if spec is None:
-        return kinds.SplitRowVector(None, None, None, None)
-    lead = int(is_split)
-    b, h = lse_strides(ArraySpec(spec.shape[lead:], spec.strides[lead:], spec.dtype))
-    s = spec.strides[0] if is_split else 0
-    return kinds.SplitRowVector(pointer(buffers, name), stride(s), stride(b), stride(h))
+    if name not in buffers:
+        return absent(kinds.SplitRowVector)
+    one, step = _of_split(buffers[name], is_split)
+    pointer, *strides = row_vector({name: one}, name)
+    return kinds.SplitRowVector(pointer, stride(step), *strides)
 
 
 def row_array(buffers: Buffers, name: str) -> kinds.RowArray:
     """A (B, H, S) or (H, T) array with any strides, as autograd hands it out."""
     spec = buffers.get(name)
     if spec is None:
-        return kinds.RowArray(None, None, None, None)
+        return absent(kinds.RowArray)
     b, h, m = spec.strides if len(spec.strides) == 3 else (0, *spec.strides)
     return kinds.RowArray(pointer(buffers, name), stride(b), stride(h), row_stride(m))
 
@@ -112,11 +125,52 @@ def score_array(buffers: Buffers, name: str) -> kinds.ScoreArray:
     """A (B, H, M, N) array with any strides."""
     spec = buffers.get(name)
     if spec is None:
-        return kinds.ScoreArray(None, None, None, None, None)
+        return absent(kinds.ScoreArray)
     b, h, m, n = spec.steps
     return kinds.ScoreArray(
         pointer(buffers, name), stride(b), stride(h), row_stride(m), row_stride(n)
     )
+
+
+# By what a field is declared as: the function that fills it, with a divisor of strides or without.
+_WITH_DIVISOR = {(kinds.Rows,): rows, (kinds.SplitRows,): split_rows}
+_MAKE = {
+    (): pointer,
+    (kinds.RowVector,): row_vector,
+    (kinds.SplitRowVector,): split_row_vector,
+    (kinds.RowArray,): row_array,
+    (kinds.ScoreArray,): score_array,
+}
+
+
+def arrays(group: type[Group], buffers: Buffers, divisor: int = 1, /, **others: Any) -> Group:
+    """A group of arrays that have the names of its fields, each as the group declares it. divisor:
+    of the strides of rows. others: the fields that are filled in another way."""
+    found = {}
+    for name, _, kind in declared(group):
+        if name in others:
+            continue
+        if kind in _WITH_DIVISOR:
+            found[name] = _WITH_DIVISOR[kind](buffers, name, divisor)
+        else:
+            found[name] = _MAKE[kind](buffers, name)
+    return group(**found, **others)
+
+
+def names_of_rows(group: type) -> list[str]:
+    """The fields that are rows."""
+    return [name for name, _, kind in declared(group) if kind == (kinds.Rows,)]
+
+
+def constants(group: type[Group], *sources: Any, **others: Any) -> Group:
+    """A group of constants: `BLOCK_M` is the `block_m` of the first source that has one. others:
+    the fields that are named otherwise. Raises AttributeError for a field that nothing gives."""
+    found = {}
+    for name, _, _ in declared(group):
+        if name not in others:
+            own = name.lower()
+            found[name] = getattr(next((x for x in sources if hasattr(x, own)), group), own)
+    return group(**found, **others)
 
 
 def stored_keys(buffers: Buffers, page_size: int) -> int:
@@ -150,7 +204,7 @@ def row_ranges(buffers: Buffers) -> kinds.RowArray:
     """key_ranges, (B, H, S, pairs) or packed (T, pairs)."""
     spec = buffers.get("key_ranges")
     if spec is None:
-        return kinds.RowArray(None, None, None, None)
+        return absent(kinds.RowArray)
     b, h, m = spec.steps[:-1] if len(spec.shape) == 4 else (0, 0, spec.steps[0])
     return kinds.RowArray(pointer(buffers, "key_ranges"), stride(b), stride(h), row_stride(m))
 

@@ -6,7 +6,7 @@ from heedful.core.planning.sizes import Sizes
 from heedful.core.registry.tiles import CONSUMER_ROWS, HopperForwardConfig, tile_dim
 from heedful.launch.bind import hopper_groups, portable
 from heedful.launch.bind import hopper_maps as maps
-from heedful.launch.bind.groups import Buffers
+from heedful.launch.bind.groups import Buffers, with_scratch
 from heedful.launch.spec import KernelCall, KernelRef, Program, TensorMap
 
 SWIZZLE = maps.SWIZZLE_BYTES // 2  # elements that one swizzled row of shared memory holds
@@ -18,7 +18,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     sequences, see mixed.py."""
     sizes, config = plan.sizes(), plan.configs["hopper.forward"]
     assert isinstance(config, HopperForwardConfig)
-    buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
+    buffers = with_scratch(buffers, sizes)
     results = {"lse": "partial_lse"} if plan.is_split else {"out": "out", "lse": "lse"}
     calls: list[KernelCall] = []
     if problem.varlen_q:
@@ -28,8 +28,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     calls.append(call)
     if plan.is_split:
         # The first split has the sink: a merge would give it to rows that are not in use, too.
-        operands = {name: spec for name, spec in buffers.items() if name != "sink"}
-        calls += portable.combine(operands, begins_early=True).calls
+        calls.append(portable.combine_call(buffers, has_sink=False, begins_early=True))
     return Program(tuple(calls), sizes.workspaces)
 
 

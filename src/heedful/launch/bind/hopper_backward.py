@@ -6,13 +6,11 @@ from heedful.core.planning.plan import Plan
 from heedful.core.planning.sizes import Sizes
 from heedful.core.registry.tiles import (
     CONSUMER_ROWS,
-    VARLEN_SCHEDULER,
     HopperBackwardConfig,
     backward_dim,
     pow2,
     product_dim,
 )
-from heedful.kernels.args.hopper import VarlenIO, VarlenSizes
 from heedful.kernels.args.hopper_backward import (
     BackwardEpilogueIO,
     BackwardEpilogueTile,
@@ -27,8 +25,8 @@ from heedful.kernels.args.hopper_backward import (
 from heedful.kernels.args.kinds import Rows
 from heedful.launch.bind import groups, hopper_groups, portable
 from heedful.launch.bind import hopper_maps as maps
-from heedful.launch.bind.groups import Buffers, number, pointer
-from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar
+from heedful.launch.bind.groups import Buffers, number, pointer, with_scratch
+from heedful.launch.spec import KernelCall, KernelRef, Pointer, Program, Scalar, absent
 
 # The warps of the kernels that go by rows: their time is that of the bytes, which they read and
 # write once.
@@ -54,7 +52,7 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
     kernel = plan.variant_of("backward").configs[0]
     config = plan.configs[kernel]
     assert isinstance(config, HopperBackwardConfig)
-    buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
+    buffers = with_scratch(buffers, sizes)
     calls = [_schedule_call(problem, config, sizes, buffers)] if problem.varlen_k else []
     calls += [
         _prologue_call(problem, config, sizes, buffers),
@@ -75,7 +73,7 @@ def _rows_call(
     """A kernel that goes by tiles of rows. registers: that a thread may have, at most."""
     launch = launch_sizes.launches[f"hopper.backward_{name}"]
     ref = _kernel(f"backward_{name}")
-    parameters |= {count: Scalar(value) for count, value in launch.numbers.items()}
+    parameters |= groups.scalars(**launch.numbers)
     options = {"num_warps": _ROWS_WARPS}
     if registers is not None:
         options["maxnreg"] = registers
@@ -100,35 +98,22 @@ def _schedule_call(
     problem: AttentionProblem, config: HopperBackwardConfig, sizes: Sizes, buffers: Buffers
 ) -> KernelCall:
     """The key tiles of packed sequences, those whose keys the most queries see first."""
-    launch = sizes.launches["hopper.varlen_scheduler"]
     counts = {
         "total_q": buffers["k"].shape[0],
         "total_k": buffers["q"].shape[0],
         "batch": problem.batch,
         "heads": problem.heads_k,
-        **launch.numbers,
     }
-    parameters = {
-        "io": VarlenIO(
-            cu_q=pointer(buffers, "cu_seqlens_k"),
-            cu_k=pointer(buffers, "cu_seqlens_q"),
-            varlen_tiles=pointer(buffers, "varlen_tiles"),
-            tile_counter=None,
-            out=None,
-            lse=None,
-            stride_om=None,
-            stride_oh=None,
-        ),
-        "sizes": VarlenSizes(
-            **{name: Scalar(value) for name, value in counts.items()}, short_q=None
-        ),
-        "ROWS": config.block_n,
-        "BLOCK": VARLEN_SCHEDULER.rows,
-        "DIM": problem.head_dim,
-        "BLOCK_E": pow2(problem.head_dim),
-    }
-    ref = KernelRef("heedful.kernels.hopper.sm90.varlen_scheduler", "schedule_varlen_tiles")
-    return KernelCall(ref, launch.grid, parameters, {"num_warps": VARLEN_SCHEDULER.num_warps})
+    return hopper_groups.schedule_call(
+        sizes.launches["hopper.varlen_scheduler"],
+        buffers,
+        config.block_n,
+        problem.head_dim,
+        counts,
+        cu_q=pointer(buffers, "cu_seqlens_k"),
+        cu_k=pointer(buffers, "cu_seqlens_q"),
+        **dict.fromkeys(("tile_counter", "out", "lse")),
+    )
 
 
 def _prologue_call(
@@ -142,24 +127,8 @@ def _prologue_call(
         "prologue",
         sizes,
         registers=_NEAR_REGISTERS[pow2(problem.head_dim_v, 64)],
-        io=BackwardPrologueIO(
-            out=groups.rows(buffers, "out", divisor),
-            dout=groups.rows(buffers, "dout", divisor),
-            lse=groups.row_vector(buffers, "lse"),
-            dlse=groups.row_array(buffers, "dlse"),
-            delta=pointer(buffers, "delta"),
-            dq_accum=pointer(buffers, "dq_accum", True),
-            tile_counter=pointer(buffers, "tile_counter"),
-            turns=pointer(buffers, "turns"),
-        ),
-        far=FarRowsIO(
-            q=groups.rows(buffers, "q", of_scores),
-            k=groups.rows(buffers, "k", of_scores),
-            lse_log2=pointer(buffers, "lse_log2"),
-            dout_scale=pointer(buffers, "dout_scale"),
-            reference=pointer(buffers, "reference"),
-            factor=pointer(buffers, "factor"),
-        ),
+        io=groups.arrays(BackwardPrologueIO, buffers, divisor, **_scratch(buffers, "dq_accum")),
+        far=groups.arrays(FarRowsIO, buffers, of_scores),
         params=params._replace(dropout=None),
         sizes=_sizes(problem, buffers),
         BLOCK_M=config.block_m,
@@ -172,32 +141,32 @@ def _prologue_call(
 def _epilogue_call(
     problem: AttentionProblem, config: HopperBackwardConfig, sizes: Sizes, buffers: Buffers
 ) -> KernelCall:
-    dk = dv = Rows(None, None, None, None)
-    if "partials" in buffers:
-        dk, dv = (groups.rows(buffers, name, 8) for name in ("dk", "dv"))
+    splits = _splits(buffers)
+    # The main kernel stores gradients that are not split.
+    whole = {} if splits["splits"] else dict.fromkeys(("dk", "dv"), absent(Rows))
+    aligned = _scratch(buffers, "dq_accum", "partials")
     return _rows_call(
         "epilogue",
         sizes,
         programmatic=True,
-        io=BackwardEpilogueIO(
-            dq_accum=pointer(buffers, "dq_accum", True),
-            dq=groups.rows(buffers, "dq", 8),
-            partials=pointer(buffers, "partials", True),
-            dk=dk,
-            dv=dv,
-        ),
+        io=groups.arrays(BackwardEpilogueIO, buffers, 8, **aligned, **whole),
         seqs=groups.sequences(problem, buffers),
         sizes=_sizes(problem, buffers),
-        **{"k_blocks": None, **_splits(buffers)},
-        tile=BackwardEpilogueTile(
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
+        **{"k_blocks": None, **splits},
+        tile=groups.constants(
+            BackwardEpilogueTile,
+            config,
             D=problem.head_dim,
             BLOCK_D=product_dim(problem.head_dim),
             E=problem.head_dim_v,
             BLOCK_E=product_dim(problem.head_dim_v),
         ),
     )
+
+
+def _scratch(buffers: Buffers, *names: str) -> dict[str, Pointer | None]:
+    """Addresses of scratch, which are multiples of 16 bytes."""
+    return {name: pointer(buffers, name, True) for name in names}
 
 
 def _splits(buffers: Buffers) -> dict[str, Scalar | None]:
@@ -228,37 +197,24 @@ def _backward_call(
         rows = config.block_m if of_queries else CONSUMER_ROWS
         found[name] = make(name, buffers[name], rows, backward_dim(dim))
     parameters = {
-        "io": HopperBackwardIO(
-            **found,
-            lse_log2=groups.row_vector(buffers, "lse_log2"),
-            delta=pointer(buffers, "delta"),
-            dout_scale=pointer(buffers, "dout_scale"),
-            dq_accum=pointer(buffers, "dq_accum", True),
-        ),
+        "io": groups.arrays(HopperBackwardIO, buffers, **found, **_scratch(buffers, "dq_accum")),
         "params": HopperBackwardParams(
             seqs=groups.sequences(problem, buffers),
             sizes=_sizes(problem, buffers),
             **hopper_groups.scores(problem, buffers),
-            order=HopperBackwardOrder(
-                **{name: Scalar(value) for name, value in launch.numbers.items()}
-                | _splits(buffers),
-                varlen_tiles=pointer(buffers, "varlen_tiles"),
-                tile_counter=pointer(buffers, "tile_counter"),
-                turns=pointer(buffers, "turns"),
-                partials=pointer(buffers, "partials", True),
+            order=groups.arrays(
+                HopperBackwardOrder,
+                buffers,
+                **groups.scalars(**launch.numbers) | _splits(buffers),
+                **_scratch(buffers, "partials"),
             ),
-            tile=HopperBackwardTile(
-                BLOCK_M=config.block_m,
-                BLOCK_N=config.block_n,
+            tile=groups.constants(
+                HopperBackwardTile,
+                config,
                 D=product_dim(problem.head_dim),
                 E=product_dim(problem.head_dim_v),
                 Q_STAGES=config.num_stages,
                 DO_STAGES=config.dout_stages,
-                DS_STAGES=config.ds_stages,
-                K_STAGES=config.k_stages,
-                CONSUMER_REGS=config.consumer_regs,
-                DQ_REGS=config.dq_regs,
-                PRODUCER_REGS=config.producer_regs,
             ),
         ),
     }

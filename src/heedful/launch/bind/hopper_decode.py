@@ -46,11 +46,18 @@ def decode_call(
     launch, config = sizes.launches[KERNEL], plan.configs[KERNEL]
     assert isinstance(config, HopperDecodeConfig)
     divisor = shared_divisor(buffers, ("q", "out"))
-    io = HopperDecodeIO(
-        q=groups.rows(buffers, "q", divisor),
-        k=key_map(problem, buffers, "k", config.block_n, _columns(problem.head_dim)),
-        v=key_map(problem, buffers, "v", config.block_n, _columns(problem.head_dim_v)),
-        **split_kv.results(buffers, divisor),
+    dims = {"k": _columns(problem.head_dim), "v": _columns(problem.head_dim_v)}
+    found = {n: key_map(problem, buffers, n, config.block_n, dim) for n, dim in dims.items()}
+    io = groups.arrays(HopperDecodeIO, buffers, divisor, **found)
+    tile = groups.constants(
+        HopperDecodeTile,
+        problem,
+        config,
+        BLOCK_D=dims["k"],
+        BLOCK_E=dims["v"],
+        STAGES=config.num_stages,
+        ROWS=config.kept_rows(problem),
+        FEW_ROWS=config.fewest_rows(problem),
     )
     new, appended = None, absent(HopperDecodeAppend)
     if append is not None:
@@ -64,7 +71,7 @@ def decode_call(
         buffers,
         io,
         kv_rows(problem, buffers),
-        _tile(problem, config),
+        tile,
         new,
         clears_empty=True,
         append=appended,
@@ -75,19 +82,3 @@ def decode_call(
 def _columns(dim: int) -> int:
     """The columns of a tile, a power of two; those past the head dim are zeros."""
     return pow2(dim, LEAST_COLUMNS)
-
-
-def _tile(problem: AttentionProblem, config: HopperDecodeConfig) -> HopperDecodeTile:
-    return HopperDecodeTile(
-        HEAD_DIM=problem.head_dim,
-        HEAD_DIM_V=problem.head_dim_v,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_D=_columns(problem.head_dim),
-        BLOCK_E=_columns(problem.head_dim_v),
-        STAGES=config.num_stages,
-        ROWS=config.kept_rows(problem),
-        FEW_ROWS=config.fewest_rows(problem),
-        MERGE=config.merge,
-        PRODUCER_REGS=config.producer_regs,
-    )

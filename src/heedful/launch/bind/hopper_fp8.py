@@ -16,7 +16,7 @@ from heedful.kernels.args.hopper import TransposeIO, TransposeSizes, TransposeV
 from heedful.kernels.args.kinds import Rows
 from heedful.launch.bind import groups, hopper_groups
 from heedful.launch.bind import hopper_maps as maps
-from heedful.launch.bind.groups import Buffers, pointer, stride
+from heedful.launch.bind.groups import Buffers, pointer, stride, with_scratch
 from heedful.launch.spec import KernelCall, KernelRef, Pointer, Program, Scalar, TensorMap
 
 
@@ -24,7 +24,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """out, and lse if there is such a buffer."""
     sizes, config = plan.sizes(), plan.configs["hopper.fp8_forward"]
     assert isinstance(config, HopperFp8Config)
-    buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
+    buffers = with_scratch(buffers, sizes)
     results = {"out": "out", "lse": "lse"}
     calls: list[KernelCall] = []
     if problem.varlen_q:
@@ -40,11 +40,12 @@ def _transpose_call(problem: AttentionProblem, launch: LaunchSizes, buffers: Buf
     batch = 0 if problem.varlen_k else v.strides[0]
     strides = (stride(s, 16) for s in (batch, v.strides[-3], v.strides[-2]))
     parameters = {
-        "io": TransposeIO(
+        "io": groups.arrays(
+            TransposeIO,
+            buffers,
             v=Rows(Pointer("v", "uint8"), *strides),
             v_t=Pointer("v_t", "uint8"),
             cu_k=pointer(buffers, "cu_seqlens_k"),
-            tile_counter=pointer(buffers, "tile_counter"),
         ),
         "sizes": TransposeSizes(
             heads_k=Scalar(problem.heads_k),

@@ -42,7 +42,7 @@ def params(
         **scores(problem, buffers),
         kv=groups.kv_layout(problem.page_size, buffers),
         kv_rows=kv_rows(problem, buffers),
-        order=_tile_order(launch, buffers),
+        order=groups.arrays(args.HopperTileOrder, buffers, **groups.scalars(**launch.numbers)),
         split=split,
         stages=_stages(config),
         tile=_tile(problem, config, is_split=split.partials is not None),
@@ -119,14 +119,6 @@ def kv_rows(problem: AttentionProblem, buffers: Buffers) -> args.KVRows:
     return args.KVRows(k_rows, v_rows, IS_RAGGED=problem.ragged_k, NO_PAGE=no_page)
 
 
-def _tile_order(launch: LaunchSizes, buffers: Buffers) -> args.HopperTileOrder:
-    return args.HopperTileOrder(
-        **{name: Scalar(value) for name, value in launch.numbers.items()},
-        varlen_tiles=pointer(buffers, "varlen_tiles"),
-        tile_counter=pointer(buffers, "tile_counter"),
-    )
-
-
 def split_kv(problem: AttentionProblem, buffers: Buffers, splits: int | None) -> args.SplitKV:
     """Partial results of so many splits of the keys; None: they are not split. Either may have a
     rest."""
@@ -152,32 +144,23 @@ def _stages(config: HopperConfig) -> args.HopperStages:
 def _tile(problem: AttentionProblem, config: HopperConfig, is_split: bool) -> args.HopperTile:
     is_16_bit = isinstance(config, HopperForwardConfig)
     visits_second = not is_16_bit and config.rescale == "speculative" and problem.mask.bounded
-    return args.HopperTile(
-        BLOCK_N=config.block_n,
-        CONSUMERS=config.consumers,
+    return groups.constants(
+        args.HopperTile,
+        config,
         TAIL_D=is_16_bit and config.tail_d,
         TAIL_E=is_16_bit and config.tail_e,
         # Partial results take no such way.
         OUT_IN_Q=is_16_bit and config.out_in_q and not is_split,
-        PINGPONG=config.pingpong,
-        RESCALE=config.rescale,
         V_TRANSPOSED=not is_16_bit,
         PREFETCHES_TILE=isinstance(config, HopperFp8Config) and config.prefetches_tile,
         VISITS_SECOND=visits_second and config.consumers * CONSUMER_ROWS <= config.block_n,
-        CONSUMER_REGS=config.consumer_regs,
-        PRODUCER_REGS=config.producer_regs,
     )
 
 
 def _fp8(problem: AttentionProblem, config: HopperConfig, buffers: Buffers) -> Any:
     if not isinstance(config, HopperFp8Config):
         return None
-    return args.HopperFp8(
-        descales=groups.descales(problem, buffers),
-        PROMOTION_INTERVAL=config.promotion_interval,
-        SUMS_IN_REGS=config.sums_in_regs,
-        VOTES_LAST=config.votes_last,
-    )
+    return groups.constants(args.HopperFp8, config, descales=groups.descales(problem, buffers))
 
 
 def varlen_call(
@@ -203,25 +186,35 @@ def varlen_call(
         "batch": problem.batch,
         # Those of every split lie one after the other.
         "heads": problem.heads_q * (1 if out is not None else sizes.num_splits),
-        **launch.numbers,
     }
-    numbers = {name: Scalar(value) for name, value in counts.items()}
+    return schedule_call(
+        launch,
+        buffers,
+        config.block_m,
+        problem.head_dim_v,
+        counts,
+        cu_q=pointer(buffers, "cu_seqlens_q"),
+        cu_k=pointer(buffers, "cu_seqlens_k"),
+        out=pointer(buffers, results["out"], True) if out is not None else None,
+        lse=pointer(buffers, results["lse"]),
+        stride_om=row,
+        stride_oh=head,
+    )
+
+
+def schedule_call(
+    launch: LaunchSizes, buffers: Buffers, rows: int, dim: int, counts: dict[str, int], **io: Any
+) -> KernelCall:
+    """The kernel that puts the tiles of packed sequences, of so many rows, in order. dim: of the
+    results that it clears. counts, io: of `VarlenSizes` and `VarlenIO`."""
+    numbers = groups.scalars(**counts, **launch.numbers)
     parameters = {
-        "io": args.VarlenIO(
-            cu_q=pointer(buffers, "cu_seqlens_q"),
-            cu_k=pointer(buffers, "cu_seqlens_k"),
-            varlen_tiles=pointer(buffers, "varlen_tiles"),
-            tile_counter=pointer(buffers, "tile_counter"),
-            out=pointer(buffers, results["out"], True) if out is not None else None,
-            lse=pointer(buffers, results["lse"]),
-            stride_om=row,
-            stride_oh=head,
-        ),
+        "io": groups.arrays(args.VarlenIO, buffers, **io),
         "sizes": args.VarlenSizes(**{"short_q": None, **numbers}),
-        "ROWS": config.block_m,
+        "ROWS": rows,
         "BLOCK": VARLEN_SCHEDULER.rows,
-        "DIM": problem.head_dim_v,
-        "BLOCK_E": pow2(problem.head_dim_v),
+        "DIM": dim,
+        "BLOCK_E": pow2(dim),
     }
     ref = KernelRef("heedful.kernels.hopper.sm90.varlen_scheduler", "schedule_varlen_tiles")
     return KernelCall(ref, launch.grid, parameters, {"num_warps": VARLEN_SCHEDULER.num_warps})

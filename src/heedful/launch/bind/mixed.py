@@ -8,7 +8,7 @@ tiles are drawn. It also has the L2 to itself, without lines that the forward wr
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import Plan
 from heedful.launch.bind import decode, hopper, hopper_decode, split_kv
-from heedful.launch.bind.groups import Buffers
+from heedful.launch.bind.groups import Buffers, with_scratch
 from heedful.launch.spec import Program
 
 
@@ -16,7 +16,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """out, and lse if there is such a buffer."""
     schedule, long = hopper.forward(problem, plan, buffers).calls
     sizes = plan.sizes()
-    buffers = split_kv.with_scratch(buffers, sizes)
+    buffers = with_scratch(buffers, sizes)
     bind = hopper_decode if plan.variant == "hopper" else decode
     short = bind.decode_call(problem, plan, sizes, buffers)
     calls = (schedule, short, long, *split_kv.clear_calls(problem, buffers))

@@ -1,8 +1,8 @@
-"""Programs of the MLA decode."""
+"""Programs of the MLA decodes: of a kernel for any number of rows, and of one for few."""
 
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import Plan
-from heedful.core.planning.sizes import LaunchSizes, Sizes
+from heedful.core.planning.sizes import Sizes
 from heedful.core.registry.tiles import MlaConfig, MlaSwapConfig
 from heedful.kernels.args.hopper import KVRows
 from heedful.kernels.args.mla import MlaIO, MlaSwapTile, MlaTile
@@ -13,10 +13,16 @@ from heedful.launch.bind.hopper import SWIZZLE, key_map
 from heedful.launch.bind.portable import shared_divisor
 from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar
 
-KERNEL = "mla.forward"
-_REF = KernelRef("heedful.kernels.hopper.mla.kernel", "mla", "gluon")
-CONSUMERS = 2
 BLOCK_KEYS = 64  # of a consumer
+# By variant: the kernel, its tile, and how many consumers share the columns of values.
+_KERNELS: dict[str, tuple[KernelRef, type, int]] = {
+    "mla": (KernelRef("heedful.kernels.hopper.mla.kernel", "mla", "gluon"), MlaTile, 2),
+    "mla_swap_ab": (
+        KernelRef("heedful.kernels.hopper.mla.swap_ab", "mla_swap_ab", "gluon"),
+        MlaSwapTile,
+        1,
+    ),
+}
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
@@ -25,41 +31,21 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
 
 
 def _call(problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers) -> KernelCall:
-    config = plan.configs[KERNEL]
-    assert isinstance(config, MlaConfig)
-    tile = MlaTile(
-        HEAD_DIM=problem.head_dim,
-        HEAD_DIM_V=problem.head_dim_v,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_E=problem.head_dim_v // CONSUMERS,
-        ROWS=config.kept_rows(problem),
-        QUERY_BOXES=config.query_boxes,
-        AHEAD=config.ahead,
-        IN_ORDER=config.in_order,
-        MERGE=config.merge,
-        CONSUMER_REGS=config.consumer_regs,
-        PRODUCER_REGS=config.producer_regs,
-    )
-    return latent_call(_REF, problem, config, sizes.launches[KERNEL], buffers, tile)
-
-
-def latent_call(
-    ref: KernelRef,
-    problem: AttentionProblem,
-    config: MlaConfig | MlaSwapConfig,
-    launch: LaunchSizes,
-    buffers: Buffers,
-    tile: MlaTile | MlaSwapTile,
-) -> KernelCall:
-    """The launch of a kernel over latent vectors."""
+    (kernel, config), (ref, group, consumers) = *plan.configs.items(), _KERNELS[plan.variant]
+    assert isinstance(config, MlaConfig | MlaSwapConfig)
     divisor = shared_divisor(buffers, ("q", "out"))
-    io = MlaIO(
-        q=groups.rows(buffers, "q", divisor),
-        k=key_map(problem, buffers, "k", BLOCK_KEYS, SWIZZLE),
-        **split_kv.results(buffers, divisor),
+    keys = key_map(problem, buffers, "k", BLOCK_KEYS, SWIZZLE)
+    tile = groups.constants(
+        group,
+        problem,
+        config,
+        BLOCK_E=problem.head_dim_v // consumers,
+        ROWS=config.kept_rows(problem),
+        **({"STAGES": config.num_stages} if consumers == 1 else {}),
     )
+    io = groups.arrays(MlaIO, buffers, divisor, k=keys)
     rows = _kv_rows(problem, buffers)
+    launch = sizes.launches[kernel]
     return split_kv.hopper_call(ref, problem, config, launch, buffers, io, rows, tile)
 
 

@@ -25,12 +25,18 @@ from heedful.kernels.args import portable as args
 from heedful.kernels.args.kinds import Rows
 from heedful.kernels.args.shared import Descale, ForwardIO, PortableParams, Tile, TileOrder
 from heedful.launch.bind import groups
-from heedful.launch.bind.groups import Buffers, pointer, scalars
+from heedful.launch.bind.groups import Buffers, pointer, scalars, with_scratch
 from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar, absent
 
 # Triton 3.6 miscompiles WGMMA over a 32-wide 16-bit tile that was loaded element by element (keys
 # from the 16th on are wrong; H200, 2026-11-20; right with 3.9): unaligned tiles are at least this.
 _UNALIGNED_WIDTH = 64
+
+# By side: the kernel of the gradients, and its arrays.
+_GRADIENTS: dict[str, tuple[str, type]] = {
+    "keys": ("key_gradients", args.KeyGradientsIO),
+    "queries": ("query_gradients", args.QueryGradientsIO),
+}
 
 
 def shared_divisor(buffers: Buffers, names: Iterable[str]) -> int:
@@ -96,14 +102,12 @@ def params(
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """out, lse (if there is such a buffer) and probs (likewise)."""
-    sizes, calls = plan.sizes(), []
-    if not plan.is_split:
-        calls.append(_forward_call(problem, plan, sizes, buffers, "out", "lse"))
-    else:
-        buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
-        call = _forward_call(problem, plan, sizes, buffers, "partial_out", "partial_lse")
-        calls.append(call)
-        calls.append(_combine_call(buffers, "partial_out", "partial_lse", sink=None))
+    sizes = plan.sizes()
+    buffers = with_scratch(buffers, sizes)
+    calls = [_forward_call(problem, plan, sizes, buffers)]
+    if plan.is_split:
+        # The first split has the sink: a merge would give it to rows that are not in use, too.
+        calls.append(combine_call(buffers, has_sink=False))
     if problem.varlen_q and not problem.batch:
         # Without sequences there are no tiles, and all tokens are nobody's.
         calls.append(clear_outside_call(problem, buffers))
@@ -116,9 +120,10 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
 
 
 def _forward_call(
-    problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers, out: str, lse: str
+    problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers
 ) -> KernelCall:
     config, launch = plan.configs["portable.forward"], sizes.launches["portable.forward"]
+    out = "partial_out" if plan.is_split else "out"
     divisor = shared_divisor(buffers, ("q", "k", "v", out))
     blocks = tile(problem, config.block_m, config.block_n, divisor)
     order = _order(launch.numbers, sizes.num_splits)
@@ -126,13 +131,22 @@ def _forward_call(
         "forward.kernel.attention_forward",
         launch.grid,
         config,
-        io=ForwardIO(
-            *(groups.rows(buffers, name, divisor) for name in "qkv"),
-            out=groups.split_rows(buffers, out, plan.is_split, divisor),
-            lse=groups.split_row_vector(buffers, lse, plan.is_split),
-            rest=pointer(buffers, "partial_rest" if plan.is_split else "rest"),
-        ),
+        io=forward_io(buffers, divisor, plan.is_split),
         params=params(problem, blocks, buffers, order, has_sink=True, is_cached=True),
+    )
+
+
+def forward_io(buffers: Buffers, divisor: int, is_split: bool) -> ForwardIO:
+    """The arrays of a forward, whose results are partial where the keys are split."""
+    if not is_split:
+        return groups.arrays(ForwardIO, buffers, divisor)
+    return groups.arrays(
+        ForwardIO,
+        buffers,
+        divisor,
+        out=groups.split_rows(buffers, "partial_out", divisor, is_split),
+        lse=groups.split_row_vector(buffers, "partial_lse", is_split),
+        rest=pointer(buffers, "partial_rest"),
     )
 
 
@@ -149,10 +163,8 @@ def clear_outside_call(problem: AttentionProblem, buffers: Buffers) -> KernelCal
         "shared.unused.clear_outside",
         (CLEARING_PROGRAMS, 1, 1),
         CLEAR_UNUSED,
-        io=args.ClearOutsideIO(
-            cu_seqlens=pointer(buffers, "cu_seqlens_q"),
-            out=groups.split_rows(buffers, "out", False, divisor),
-            lse=groups.split_row_vector(buffers, "lse", False),
+        io=groups.arrays(
+            args.ClearOutsideIO, buffers, divisor, cu_seqlens=pointer(buffers, "cu_seqlens_q")
         ),
         **scalars(total=total, batch=problem.batch, heads=heads),
         DIM=dim,
@@ -166,7 +178,7 @@ def clear_call(
     """Clears what no sequence uses of outputs that lie as q or k do; an lse there becomes -inf."""
     divisor = shared_divisor(buffers, (x,))
     *_, heads, dim = buffers[x].shape
-    dim_y, rows_y = 1, Rows(None, None, None, None)
+    dim_y, rows_y = 1, absent(Rows)
     if y == "lse" and y in buffers:
         vector = groups.row_vector(buffers, y)
         rows_y = Rows(vector.ptr, vector.stride_b, groups.row_stride(1), vector.stride_h)
@@ -194,27 +206,18 @@ def clear_call(
     )
 
 
-def combine(buffers: Buffers, begins_early: bool = False) -> Program:
+def combine_call(buffers: Buffers, has_sink: bool = True, begins_early: bool = False) -> KernelCall:
     """Merges partial_out (S, B, M, H, E) or (S, T, H, E) and partial_lse (S, B, H, M) or (S, H, T)
-    into out and, if there is such a buffer, lse; `sink` enters once. apart_out (B, M, H, E) and
-    apart_lse (B, H, M), if there are such buffers, are one part more. Rows of an lse lie side by
-    side. partial_rest, apart_rest and rest lie as the lses do: where the first is there, the second
-    is beside apart_lse, and the last may be. begins_early: the launch is programmatic, which takes
-    sm_90."""
-    call = _combine_call(buffers, "partial_out", "partial_lse", "sink", begins_early)
-    return Program((call,))
-
-
-def _combine_call(
-    buffers: Buffers, part: str, part_lse: str, sink: str | None, begins_early: bool = False
-) -> KernelCall:
-    spec = buffers[part]
+    into out and, if there is such a buffer, lse; `sink` enters once, if has_sink. apart_out (B, M,
+    H, E) and apart_lse (B, H, M), if there are such buffers, are one part more. Rows of an lse lie
+    side by side. partial_rest, apart_rest and rest lie as the lses do: where the first is there,
+    the second is beside apart_lse, and the last may be. begins_early: the launch is programmatic,
+    which takes sm_90."""
+    spec = buffers["partial_out"]
     splits, *_, heads, dim = spec.shape
     batch, rows = (1, spec.shape[1]) if len(spec.shape) == 4 else spec.shape[1:3]
-    apart, apart_out = "apart_out" in buffers, Rows(None, None, None, None)
-    divisor = shared_divisor(buffers, (part, "out", "apart_out") if apart else (part, "out"))
-    if apart:
-        apart_out = groups.rows(buffers, "apart_out", divisor)
+    outs = [name for name in ("partial_out", "out", "apart_out") if name in buffers]
+    divisor = shared_divisor(buffers, outs)
     config, at_once = combine_rows(dim, rows, splits)
     tiles = ceil_div(rows, config.rows)
     call = kernel_call(
@@ -222,17 +225,13 @@ def _combine_call(
         # One axis: the others end at 65,535, which sequences times heads can pass.
         (tiles * batch * heads, 1, 1),
         config,
-        io=args.CombineIO(
-            partial_out=groups.split_rows(buffers, part, True, divisor),
-            partial_lse=groups.split_row_vector(buffers, part_lse, True),
-            partial_rest=pointer(buffers, "partial_rest"),
-            apart_out=apart_out,
-            apart_lse=groups.row_vector(buffers, "apart_lse"),
-            apart_rest=pointer(buffers, "apart_rest"),
-            sink=None if sink is None else pointer(buffers, sink),
-            out=groups.rows(buffers, "out", divisor),
-            lse=groups.row_vector(buffers, "lse"),
-            rest=pointer(buffers, "rest"),
+        io=groups.arrays(
+            args.CombineIO,
+            buffers,
+            divisor,
+            partial_out=groups.split_rows(buffers, "partial_out", divisor, True),
+            partial_lse=groups.split_row_vector(buffers, "partial_lse", True),
+            sink=pointer(buffers, "sink") if has_sink else None,
         ),
         **scalars(rows=rows, heads=heads, splits=splits, tiles=tiles),
         HEAD_DIM_V=dim,
@@ -257,10 +256,10 @@ def _probs_call(
         "forward.probabilities.signed_probabilities",
         launch.grid,
         config,
-        io=args.ProbabilitiesIO(
-            q=groups.rows(buffers, "q", divisor),
-            k=groups.rows(buffers, "k", divisor),
-            lse=groups.row_vector(buffers, "lse"),
+        io=groups.arrays(
+            args.ProbabilitiesIO,
+            buffers,
+            divisor,
             probs=groups.score_array(buffers, "probs")._replace(stride_n=1),
         ),
         params=given._replace(descales=descales),
@@ -272,11 +271,13 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
     """dq, dk, dv, and dbias and dsink where there are such buffers."""
     stored_k = None if problem.varlen_k else buffers["k"].shape[1]
     sizes = plan.sizes(direction="backward", stored_k=stored_k)
-    buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
+    buffers = with_scratch(buffers, sizes)
+    given = problem, plan, sizes, buffers
     calls = [
-        # First, since it also makes delta.
-        _query_gradients_call(problem, plan, sizes, buffers),
-        _key_gradients_call(problem, plan, sizes, buffers),
+        # First, since it also makes delta. Rows whose maximum and sum are computed again take the
+        # sink.
+        _gradients_call(*given, "queries", has_sink=True),
+        _gradients_call(*given, "keys", IS_GQA=problem.group > 1),
         *calls_beside(problem, plan, buffers),
     ]
     return Program(tuple(calls), sizes.workspaces)
@@ -304,14 +305,7 @@ def _sink_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers
         "backward.rows.sink_gradients",
         (buffers["sink"].shape[0], 1, 1),
         SINK_GRADIENTS,
-        io=args.SinkGradientsIO(
-            sink=pointer(buffers, "sink"),
-            lse=groups.row_vector(buffers, "lse"),
-            delta=pointer(buffers, "delta"),
-            reference=pointer(buffers, "reference"),
-            factor=pointer(buffers, "factor"),
-            dsink=pointer(buffers, "dsink"),
-        ),
+        io=groups.arrays(args.SinkGradientsIO, buffers),
         **scalars(rows=rows, batch=batch),
         # The other backwards make references in natural units.
         IS_ADJUSTED="portable.backward_keys" not in plan.configs or groups.is_adjusted(problem),
@@ -319,52 +313,28 @@ def _sink_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers
     )
 
 
-def _key_gradients_call(
-    problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers
+def _gradients_call(
+    problem: AttentionProblem,
+    plan: Plan,
+    sizes: Sizes,
+    buffers: Buffers,
+    side: str,
+    has_sink: bool = False,
+    **more: Any,
 ) -> KernelCall:
-    kernel, tensors = "portable.backward_keys", ("q", "k", "v", "dout", "dk", "dv")
+    """The gradients of keys and values, or of queries, by tiles of that side. has_sink: as of
+    `params`. more: further parameters of the kernel."""
+    kernel, (function, io) = f"portable.backward_{side}", _GRADIENTS[side]
     config, launch = plan.configs[kernel], sizes.launches[kernel]
-    divisor = shared_divisor(buffers, tensors)
+    divisor = shared_divisor(buffers, groups.names_of_rows(io))
     blocks = tile(problem, config.block_m, config.block_n, divisor)
     return kernel_call(
-        "backward.keys.key_gradients",
+        f"backward.{side}.{function}",
         launch.grid,
         config,
-        io=args.KeyGradientsIO(
-            lse=groups.row_vector(buffers, "lse"),
-            delta=pointer(buffers, "delta"),
-            reference=pointer(buffers, "reference"),
-            factor=pointer(buffers, "factor"),
-            seen=_seen_keys(problem, plan, sizes, buffers),
-            **{name: groups.rows(buffers, name, divisor) for name in tensors},
-        ),
-        params=params(problem, blocks, buffers, _order(launch.numbers)),
-        IS_GQA=problem.group > 1,
-    )
-
-
-def _query_gradients_call(
-    problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers
-) -> KernelCall:
-    kernel, tensors = "portable.backward_queries", ("q", "k", "v", "out", "dout", "dq")
-    config, launch = plan.configs[kernel], sizes.launches[kernel]
-    divisor = shared_divisor(buffers, tensors)
-    # Rows whose maximum and sum are computed again take the sink.
-    blocks = tile(problem, config.block_m, config.block_n, divisor)
-    return kernel_call(
-        "backward.queries.query_gradients",
-        launch.grid,
-        config,
-        io=args.QueryGradientsIO(
-            lse=groups.row_vector(buffers, "lse"),
-            dlse=groups.row_array(buffers, "dlse"),
-            delta=pointer(buffers, "delta"),
-            reference=pointer(buffers, "reference"),
-            factor=pointer(buffers, "factor"),
-            seen=_seen_keys(problem, plan, sizes, buffers),
-            **{name: groups.rows(buffers, name, divisor) for name in tensors},
-        ),
-        params=params(problem, blocks, buffers, _order(launch.numbers), has_sink=True),
+        io=groups.arrays(io, buffers, divisor, seen=_seen_keys(problem, plan, sizes, buffers)),
+        params=params(problem, blocks, buffers, _order(launch.numbers), has_sink),
+        **more,
     )
 
 
@@ -385,8 +355,8 @@ def _seen_keys(
 
 
 def _bias_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCall:
-    config, tensors = plan.configs["portable.scores"], ("q", "k", "v", "dout")
-    divisor = shared_divisor(buffers, tensors)
+    config = plan.configs["portable.scores"]
+    divisor = shared_divisor(buffers, ("q", "k", "v", "dout"))
     b, h, m, n = buffers["dbias"].shape
     tiles = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
     blocks = tile(problem, config.block_m, config.block_n, divisor)
@@ -394,14 +364,7 @@ def _bias_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers
         "backward.bias.bias_gradients",
         (tiles * b * h, 1, 1),
         config,
-        io=args.BiasGradientsIO(
-            lse=groups.row_vector(buffers, "lse"),
-            delta=pointer(buffers, "delta"),
-            reference=pointer(buffers, "reference"),
-            factor=pointer(buffers, "factor"),
-            dbias=groups.score_array(buffers, "dbias"),
-            **{name: groups.rows(buffers, name, divisor) for name in tensors},
-        ),
+        io=groups.arrays(args.BiasGradientsIO, buffers, divisor),
         bias=args.BiasShape(*map(Scalar, (b, h, m, n))),
         params=params(problem, blocks, buffers),
     )

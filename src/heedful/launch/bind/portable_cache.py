@@ -17,7 +17,7 @@ from heedful.kernels.args.portable import (
     RowTiles,
 )
 from heedful.launch.bind import groups
-from heedful.launch.bind.groups import Buffers, pointer, scalars, stored_keys
+from heedful.launch.bind.groups import Buffers, scalars, stored_keys
 from heedful.launch.bind.portable import kernel_call, shared_divisor
 from heedful.launch.spec import Program, Scalar, absent
 
@@ -101,18 +101,12 @@ def _appended(buffers: Buffers, page_size: int) -> tuple[RowsConfig, int, dict[s
     """How new keys are cut, in how many tiles, and parameters of kernels that append them."""
     dim, dim_v = (buffers[name].shape[-1] for name in ("k_new", "v_new"))
     config = cache_rows(dim, dim_v)
-    tensors = ("k_new", "v_new", "k", "v")
-    divisor = shared_divisor(buffers, tensors)
+    divisor = shared_divisor(buffers, ("k_new", "v_new", "k", "v"))
     programs, tiles = _tiles(buffers["k_new"], config)
     heads, quantization = _quantization(buffers)
     parameters = {
-        "new": AppendIO(
-            k_descale=heads["k"],
-            v_descale=heads["v"],
-            cache_seqlens=pointer(buffers, "cache_seqlens"),
-            leftpad_k=pointer(buffers, "leftpad_k"),
-            seqused=pointer(buffers, "seqused"),
-            **{name: groups.rows(buffers, name, divisor) for name in tensors},
+        "new": groups.arrays(
+            AppendIO, buffers, divisor, k_descale=heads["k"], v_descale=heads["v"]
         ),
         "new_tiles": tiles,
         "cache": groups.kv_layout(page_size, buffers, is_written=True),
@@ -152,11 +146,7 @@ def _rotated(buffers: Buffers, advance: bool) -> tuple[RowsConfig, int, dict[str
     divisor = shared_divisor(buffers, ("q", "rotated"))
     programs, tiles = _tiles(buffers["q"], config)
     parameters = {
-        "queries": RotateIO(
-            q=groups.rows(buffers, "q", divisor),
-            cache_seqlens=pointer(buffers, "cache_seqlens"),
-            rotated=groups.rows(buffers, "rotated", divisor),
-        ),
+        "queries": groups.arrays(RotateIO, buffers, divisor),
         "query_tiles": tiles,
         "advance": Scalar(int(advance)),
     }

@@ -22,7 +22,7 @@ from heedful.kernels.args.hopper_decode import HopperDecodeParams, HopperDecodeT
 from heedful.kernels.args.mla import MlaSwapTile, MlaTile
 from heedful.kernels.args.portable import CacheAppend
 from heedful.launch.bind import groups, portable_cache
-from heedful.launch.bind.groups import Buffers, pointer
+from heedful.launch.bind.groups import Buffers, pointer, with_scratch
 from heedful.launch.bind.portable import clear_call
 from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar
 
@@ -34,11 +34,6 @@ LOOKS = (32, 128, 512)
 # into the cache first.
 MakeCall = Callable[[AttentionProblem, Plan, Sizes, Buffers], KernelCall]
 MakeStep = Callable[[AttentionProblem, Plan, Sizes, Buffers, CacheAppend], KernelCall]
-
-
-def with_scratch(buffers: Buffers, sizes: Sizes) -> Buffers:
-    """The arrays at hand, and those that a launch uses beside them."""
-    return {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers, make: MakeCall) -> Program:
@@ -72,15 +67,6 @@ def clear_calls(problem: AttentionProblem, buffers: Buffers) -> tuple[KernelCall
     if not (problem.varlen_q and problem.used_q):
         return ()
     return (clear_call(problem, buffers, "q", "out", "lse"),)
-
-
-def results(buffers: Buffers, divisor: int) -> dict[str, Any]:
-    """The arrays that a kernel writes, as its groups name them."""
-    return {
-        "out": groups.split_rows(buffers, "out", False, divisor),
-        "lse": groups.split_row_vector(buffers, "lse", False),
-        "rest": pointer(buffers, "rest"),
-    }
 
 
 def skips_empty(problem: AttentionProblem, buffers: Buffers) -> bool:

@@ -9,6 +9,7 @@ from heedful.core.base import settings
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.call.describe import FLOATS, check_shape
 from heedful.launch.bind import portable
+from heedful.launch.spec import Program
 from heedful.torch.base.arrays import array_spec
 from heedful.torch.base.device import device_spec
 from heedful.torch.base.dispatch import are_bare, needs_dispatcher
@@ -115,7 +116,7 @@ class DeviceMerge:
         made["lse"] = ArraySpec.contiguous(tuple(lse_shape), "float32")
         if "out" in specs:
             del made["out"]
-        program, self._names = portable.combine(specs | made), [*specs]
+        program, self._names = Program((portable.combine_call(specs | made),)), [*specs]
         self._run = Case(program, device_spec(device).arch, device, specs, made).alone()
 
     def __call__(

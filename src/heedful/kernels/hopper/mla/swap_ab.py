@@ -4,7 +4,7 @@ their rows, and query rows as their columns.
 A product has 64 rows in any case, but can have as few columns as there are query rows. So queries
 take little memory, one warpgroup holds the whole output, and no consumer waits for another.
 
-The kernel is `mla_swap_ab`, launched by `launch/bind/mla_swap_ab.py`. A program has one producer
+The kernel is `mla_swap_ab`, launched by `launch/bind/mla.py`. A program has one producer
 warp, which loads keys, and one consumer warpgroup. Programs share the keys of the call as those of
 the portable decode do, see split_kv/work.py.
 """
