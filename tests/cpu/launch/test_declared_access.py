@@ -46,7 +46,7 @@ def all_kernels() -> set[str]:
     files = (Path(str(module.__file__)) for module in (portable, portable_cache))
     text = "".join(file.read_text() for file in files)
     # The folder is no part of a kernel's name here.
-    return set(re.findall(r'kernel_call\(\s*"(?:\w+\.)*(\w+\.\w+)"', text))
+    return set(re.findall(r'"(?:backward|cache|forward|shared)\.(\w+\.\w+)"', text))
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,8 +34,8 @@ _UNALIGNED_WIDTH = 64
 
 # By side: the kernel of the gradients, and its arrays.
 _GRADIENTS: dict[str, tuple[str, type]] = {
-    "keys": ("key_gradients", args.KeyGradientsIO),
-    "queries": ("query_gradients", args.QueryGradientsIO),
+    "keys": ("backward.keys.key_gradients", args.KeyGradientsIO),
+    "queries": ("backward.queries.query_gradients", args.QueryGradientsIO),
 }
 
 
@@ -329,7 +329,7 @@ def _gradients_call(
     divisor = shared_divisor(buffers, groups.names_of_rows(io))
     blocks = tile(problem, config.block_m, config.block_n, divisor)
     return kernel_call(
-        f"backward.{side}.{function}",
+        function,
         launch.grid,
         config,
         io=groups.arrays(io, buffers, divisor, seen=_seen_keys(problem, plan, sizes, buffers)),
