@@ -1,0 +1,14 @@
+"""Context parallelism: one batch of documents over the ranks of a process group.
+
+`plan` decides once a batch which tokens each rank holds, and what ranks send each other;
+`attention` is `flash_attn_varlen_func` of the whole batch, called by each rank on its own tokens.
+
+`layouts` and `schedules` are arithmetic on lengths and need no processes; `exchange` moves rows
+between ranks; `gather` and `heads` are the strategies. May import the public calls of
+`heedful.torch`, `core` and torch.
+"""
+
+from heedful.distributed.attention import attention
+from heedful.distributed.plan import ContextPlan, plan
+
+__all__ = ["ContextPlan", "attention", "plan"]

@@ -1,0 +1,173 @@
+"""Attention of a batch whose tokens are spread over ranks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from heedful.distributed import gather, heads
+from heedful.distributed.layouts import Mask
+from heedful.distributed.plan import ContextPlan, OnDevice, mask_of
+
+_REFUSED = {
+    "bias": "its rows and columns lie on several ranks",
+    "q_descale": "fp8 is not split over ranks",
+    "k_descale": "fp8 is not split over ranks",
+    "v_descale": "fp8 is not split over ranks",
+    "dropout_origin": "the plan knows where each piece of the batch lies",
+    "num_splits": "the plan cuts the keys",
+    "out": "ranks keep what they return",
+}
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ContextPlan,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    *,
+    sink: Tensor | None = None,
+    dropout_seed: int | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    **refused: Any,
+) -> Any:
+    """`flash_attn_varlen_func` of the plan's whole batch, for this rank's tokens.
+
+    A collective: every rank of the plan's group calls it, in the same order, with the same options.
+    Nothing compares them, and the host waits for nothing. Differentiable, once.
+
+    Args:
+        q: (plan.tokens, heads_q, head_dim): float16, bfloat16 or float32. Or (batch, seqlen,
+            heads_q, head_dim) where the documents have equal lengths, a row of the batch each.
+        k: (plan.tokens, heads_k, head_dim), like q.
+        v: (plan.tokens, heads_k, head_dim_v), like q.
+        plan: of `heedful.distributed.plan`.
+        dropout_p, softmax_scale, causal, softcap, deterministic, backend: as `flash_attn_func` has
+            them, of documents as a whole.
+        window_size: (left, right).
+        alibi_slopes: float32 (heads_q,). With strategy "gather" under causal masks alone.
+        sink: float (heads_q,). Its gradient on a rank is of that rank's queries or heads: the sum
+            over ranks is the whole's, as with any other weight.
+        dropout_seed: needed where dropout_p > 0, the same on every rank: the mask is the one that
+            the whole batch would have.
+        return_lse: also return the log-sum-exp of the scores.
+
+    Returns:
+        out, as q with head_dim_v. With return_lse: (out, lse), lse float32 (heads_q, plan.tokens),
+        or (batch, heads_q, seqlen).
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is sent. Other ranks then wait
+        until the group's time-out.
+    """
+    for name, value in refused.items():
+        if name not in _REFUSED:
+            raise TypeError(f"attention() got an unexpected keyword argument {name!r}")
+        if value is not None:
+            raise ValueError(f"{name} is not taken under context parallelism: {_REFUSED[name]}")
+    if not isinstance(plan, ContextPlan):
+        raise TypeError(f"plan must be a ContextPlan, got {type(plan).__name__}")
+    batch = q.shape[0] if q.ndim == 4 else None
+    if batch is not None:
+        _check_batch(q, plan)
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    mask = mask_of(causal, window_size)
+    _check(q, k, v, plan, mask, dropout_p, dropout_seed, alibi_slopes, sink)
+    options = {
+        "dropout_p": dropout_p,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "deterministic": deterministic,
+        "dropout_seed": dropout_seed if dropout_p else None,
+        "backend": backend,
+    }
+    out, lse = _Attention.apply(q, k, v, sink, plan, mask, options)
+    if batch is not None:
+        out = out.unflatten(0, (batch, -1))
+        lse = lse.unflatten(1, (batch, -1)).movedim(1, 0)
+    return (out, lse) if return_lse else out
+
+
+def _check_batch(q: Tensor, plan: ContextPlan) -> None:
+    if len(set(plan.layout.lengths)) > 1 or q.shape[0] != len(plan.layout.lengths):
+        raise ValueError(
+            f"q must be (plan.tokens, heads_q, head_dim), got {tuple(q.shape)}: a batch of 4 dims"
+            f" takes a plan of as many documents of equal length, got {len(plan.layout.lengths)}"
+        )
+    shard = plan.layout.shards[plan.rank]
+    held = [sum(len(p) for p in shard if p.document == d) for d in range(q.shape[0])]
+    if len(set(held)) > 1:
+        raise ValueError(f"q must be packed: this rank holds {held} tokens of the documents")
+
+
+def _check(q, k, v, plan: ContextPlan, mask: Mask, dropout_p, seed, alibi_slopes, sink) -> None:
+    for name, x, count in (("q", q, 0), ("k", k, 1), ("v", v, 1)):
+        wanted = plan.tokens, plan.heads[count]
+        if x.ndim != 3 or tuple(x.shape[:2]) != wanted:
+            raise ValueError(
+                f"{name} must be ({wanted[0]}, {wanted[1]}, head_dim), the plan's tokens and heads"
+                f" on rank {plan.rank}, got {tuple(x.shape)}"
+            )
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name} must be {q.dtype} on {q.device}, as q, got {x.dtype} on {x.device}"
+            )
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise TypeError(f"q must be float16, bfloat16 or float32, got {q.dtype}")
+    if dropout_p and type(seed) is not int:
+        raise ValueError("dropout_seed must be an int, the same on every rank, where dropout_p > 0")
+    for name, x in (("sink", sink), ("alibi_slopes", alibi_slopes)):
+        if x is not None and tuple(x.shape) != (plan.heads[0],):
+            raise ValueError(f"{name} must be ({plan.heads[0]},), got {tuple(x.shape)}")
+    if alibi_slopes is not None and plan.strategy == "gather" and mask.right != 0:
+        raise ValueError(
+            "alibi_slopes must come with causal=True under strategy 'gather': take 'heads'"
+        )
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, sink, plan: ContextPlan, mask: Mask, options: dict[str, Any]):
+        options = options | {"sink": sink}
+        ctx.set_materialize_grads(False)
+        ctx.plan, ctx.options = plan, options
+        if plan.strategy == "heads":
+            ctx.options = options | {"window_size": _window(mask)}
+            out, lse, saved = heads.forward(q, k, v, plan, ctx.options)
+        else:
+            ctx.on = plan.schedule(mask, bool(options["dropout_p"]), q.device)
+            out, lse = gather.forward(q, k, v, plan, ctx.on, options)
+            saved = q, k, v, out, lse
+        ctx.save_for_backward(*saved)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        dout, dlse = grads
+        plan, options, saved = ctx.plan, ctx.options, ctx.saved_tensors
+        if dout is None:
+            # Ranks go through the same collectives whatever their gradients are.
+            shape = plan.tokens, plan.heads[0], saved[2].shape[-1]
+            dout = saved[0].new_zeros(shape)
+        if plan.strategy == "heads":
+            found = heads.backward(dout, dlse, saved, plan, options)
+        else:
+            on: OnDevice = ctx.on
+            found = gather.backward(dout, dlse, saved, plan, on, options)
+        return *found, None, None, None
+
+
+def _window(mask: Mask) -> tuple[int, int]:
+    return -1 if mask.left is None else mask.left, -1 if mask.right is None else mask.right

@@ -1,0 +1,67 @@
+"""Rows between the ranks of a group: how many go where is known beforehand, so nothing waits for a
+size."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Transfer:
+    """Rows under way. rows: where they arrive; `wait` before they are read."""
+
+    def __init__(self, rows: Tensor, work: Any, kept: Tensor):
+        self.rows, self._work, self._kept = rows, work, kept
+
+    def wait(self) -> Tensor:
+        """The rows, once they are there: on a GPU the current stream waits, and not the host."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self.rows
+
+
+def swap(
+    group: dist.ProcessGroup | None,
+    rows: Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    into: Tensor | None = None,
+) -> Transfer:
+    """Begins to send the first sent[0] rows to rank 0, the next sent[1] to rank 1 and so on, and to
+    receive as many as `received` says. into: where to, contiguous."""
+    if into is None:
+        into = rows.new_empty((sum(received), *rows.shape[1:]))
+    if dist.get_world_size(group) == 1:
+        into.copy_(rows)
+        return Transfer(into, None, rows)
+    # Bytes: not every backend knows every dtype.
+    work = dist.all_to_all_single(
+        _bytes(into), _bytes(rows), list(received), list(sent), group=group, async_op=True
+    )
+    return Transfer(into, work, rows)
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)
+
+
+def agree(group: dist.ProcessGroup | None, facts: dict[str, int], device: torch.device) -> None:
+    """Raises ValueError on every rank unless all ranks have the same facts: 63-bit numbers, by what
+    they are called. One collective."""
+    mine = torch.tensor(list(facts.values()), dtype=torch.int64, device=device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
+    table = torch.stack(every).tolist()
+    for index, name in enumerate(facts):
+        values = [row[index] for row in table]
+        if len(set(values)) > 1:
+            most = max(set(values), key=values.count)
+            odd = [rank for rank, value in enumerate(values) if value != most]
+            raise ValueError(
+                f"plan must get the same {name} on every rank; ranks {odd} have another than the"
+                f" other {len(table) - len(odd)}"
+            )

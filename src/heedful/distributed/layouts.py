@@ -1,0 +1,187 @@
+"""Which tokens of which document each rank holds.
+
+A document is cut at multiples of BLOCK tokens from its start alone: a tile of a kernel then holds
+rows of one piece, and a piece's keys begin where the whole document's tiles do.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+# Rows and keys of a kernel's tile, by which work is counted too.
+BLOCK = 128
+# Documents that `documents` may cut: past some, short pieces cost more tiles than balance saves.
+_MOST_CUT = 64
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens [begin, end) of a document."""
+
+    document: int
+    begin: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys of its document a query at position i sees: those from i - left to i + right; None
+    is no bound."""
+
+    left: int | None = None
+    right: int | None = 0
+
+    def keys(self, piece: Piece, length: int) -> tuple[int, int]:
+        """[begin, end) of the keys that a piece of a document of this length sees."""
+        begin = 0 if self.left is None else max(0, piece.begin - self.left)
+        end = length if self.right is None else min(length, piece.end + self.right)
+        return begin, end
+
+    def tiles(self, piece: Piece, length: int) -> int:
+        """How many tiles of BLOCK rows and BLOCK keys a piece's attention computes."""
+        count = 0
+        for begin in range(piece.begin, piece.end, BLOCK):
+            rows = Piece(piece.document, begin, min(begin + BLOCK, piece.end))
+            first, end = self.keys(rows, length)
+            count += -(-end // BLOCK) - first // BLOCK
+        return count
+
+
+CAUSAL = Mask()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """lengths: tokens of each document; shards: the pieces of each rank, in the order of its
+    rows."""
+
+    lengths: tuple[int, ...]
+    shards: tuple[tuple[Piece, ...], ...]
+
+    def tokens(self, rank: int) -> int:
+        """How many rows a rank holds."""
+        return sum(map(len, self.shards[rank]))
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The row of each document's first token in the whole batch, and the number of rows."""
+        return (0, *accumulate(self.lengths))
+
+    def tiles(self, mask: Mask) -> tuple[int, ...]:
+        """The tiles that each rank computes."""
+        return tuple(
+            sum(mask.tiles(piece, self.lengths[piece.document]) for piece in shard)
+            for shard in self.shards
+        )
+
+    def balance(self, mask: Mask) -> float:
+        """Tiles of the whole batch, uncut, over ranks times the tiles of the busiest one: what
+        speed ranks can have at most, over that of as many separate devices."""
+        whole = sum(mask.tiles(Piece(d, 0, n), n) for d, n in enumerate(self.lengths))
+        busiest = max(self.tiles(mask))
+        return whole / (len(self.shards) * busiest) if busiest else 1.0
+
+
+def zigzag(lengths: Sequence[int], ranks: int, mask: Mask = CAUSAL) -> Layout:
+    """Every document in 2 * ranks chunks; rank r holds the chunks r and 2 * ranks - 1 - r, which
+    see as many keys together as those of any other rank under a causal mask."""
+    shards: list[list[Piece]] = [[] for _ in range(ranks)]
+    for document, length in enumerate(lengths):
+        for rank, pieces in enumerate(_zigzag(document, length, ranks)):
+            shards[rank] += pieces
+    return Layout(tuple(lengths), tuple(map(tuple, shards)))
+
+
+def contiguous(lengths: Sequence[int], ranks: int, mask: Mask = CAUSAL) -> Layout:
+    """Each rank holds the next tokens of the batch: what windows, and layers with a state that runs
+    along the sequence, want."""
+    starts = (0, *accumulate(lengths))
+    shards: list[list[Piece]] = [[] for _ in range(ranks)]
+    cuts = [_cut(starts, starts[-1] * rank // ranks) for rank in range(ranks)] + [starts[-1]]
+    for document, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        for rank in range(ranks):
+            begin, stop = max(start, cuts[rank]), min(end, cuts[rank + 1])
+            if begin < stop:
+                shards[rank].append(Piece(document, begin - start, stop - start))
+    return Layout(tuple(lengths), tuple(map(tuple, shards)))
+
+
+def documents(lengths: Sequence[int], ranks: int, mask: Mask = CAUSAL) -> Layout:
+    """The longest documents in zigzag chunks, the others whole, those with most tiles placed first,
+    each on the rank that has least to do. As many are cut as make the busiest rank least busy."""
+    tiles = [mask.tiles(Piece(d, 0, length), length) for d, length in enumerate(lengths)]
+    order = sorted(range(len(lengths)), key=lambda d: (-tiles[d], d))
+    load = [0] * ranks
+    best: tuple[int, int] | None = None
+    for cut in range(min(len(order), _MOST_CUT) + 1):
+        busiest = max(_placed(load, order[cut:], tiles)[0])
+        if best is None or busiest < best[0]:
+            best = busiest, cut
+        if cut == len(order):
+            break
+        chunks = _zigzag(order[cut], lengths[order[cut]], ranks)
+        for rank, pieces in enumerate(chunks):
+            load[rank] += sum(mask.tiles(piece, lengths[piece.document]) for piece in pieces)
+    assert best is not None
+    return _cut_longest(lengths, ranks, mask, order, tiles, best[1])
+
+
+def _cut_longest(lengths, ranks, mask, order, tiles, cut: int) -> Layout:
+    shards: list[list[Piece]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for document in order[:cut]:
+        for rank, pieces in enumerate(_zigzag(document, lengths[document], ranks)):
+            shards[rank] += pieces
+            load[rank] += sum(mask.tiles(piece, lengths[document]) for piece in pieces)
+    for document, rank in _placed(load, order[cut:], tiles)[1].items():
+        if lengths[document]:
+            shards[rank].append(Piece(document, 0, lengths[document]))
+    # In the order of the batch: a reader, and whoever looks at positions, expects it.
+    return Layout(tuple(lengths), tuple(tuple(sorted(s, key=_place)) for s in shards))
+
+
+def _place(piece: Piece) -> tuple[int, int]:
+    return piece.document, piece.begin
+
+
+def _placed(load, documents, tiles) -> tuple[list[int], dict[int, int]]:
+    """The load of each rank, and the rank of each of these documents."""
+    load, placed = list(load), {}
+    for document in documents:
+        rank = min(range(len(load)), key=lambda r: (load[r], r))
+        load[rank] += tiles[document]
+        placed[document] = rank
+    return load, placed
+
+
+def _zigzag(document: int, length: int, ranks: int) -> list[list[Piece]]:
+    blocks, chunks = -(-length // BLOCK), 2 * ranks
+    cuts = [min(length, blocks * chunk // chunks * BLOCK) for chunk in range(chunks + 1)]
+    cuts[-1] = length
+    pieces = [Piece(document, *cut) for cut in zip(cuts, cuts[1:], strict=False)]
+    both = ((pieces[rank], pieces[chunks - 1 - rank]) for rank in range(ranks))
+    return [_joined([piece for piece in pair if len(piece)]) for pair in both]
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    """Two pieces that follow each other as one."""
+    if len(pieces) == 2 and pieces[0].end == pieces[1].begin:
+        return [Piece(pieces[0].document, pieces[0].begin, pieces[1].end)]
+    return pieces
+
+
+def _cut(starts: Sequence[int], row: int) -> int:
+    """The row nearest to this one at which its document may be cut."""
+    document = max(d for d, start in enumerate(starts[:-1]) if start <= row)
+    start, end = starts[document], starts[document + 1]
+    return min(end, start + (row - start + BLOCK // 2) // BLOCK * BLOCK)
+
+
+LAYOUTS: dict[str, Callable[[Sequence[int], int, Mask], Layout]] = {
+    "zigzag": zigzag,
+    "contiguous": contiguous,
+    "documents": documents,
+}

@@ -1,0 +1,368 @@
+"""The plan of a batch: made once on the host, used by all layers."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from heedful.core.base.numbers import LONGEST, ints, whole
+from heedful.core.call.mask import MaskSpec
+from heedful.distributed import cost
+from heedful.distributed.exchange import agree, swap
+from heedful.distributed.layouts import LAYOUTS, Layout, Mask
+from heedful.distributed.schedules import Schedule, gathered, rows_of, spread_heads
+
+STRATEGIES = ("gather", "heads")
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """A schedule whose rows are tensors of a device."""
+
+    schedule: Schedule
+    sent: tuple[Tensor, ...]
+    sent_rows: Tensor
+    keys: tuple[Tensor, ...]
+    cu_q: tuple[Tensor, ...]
+    cu_k: tuple[Tensor, ...]
+
+
+class ContextPlan:
+    """Which tokens of a batch this rank holds, and how `attention` moves keys between ranks.
+
+    Made by `plan`. A CUDA graph that was captured with a plan is good for that plan alone.
+
+    Attributes:
+        group: the process group; None is the default one.
+        rank, ranks: of this process, and how many there are.
+        layout: the pieces of documents that each rank holds (`layouts.Layout`).
+        strategy: "gather" or "heads".
+        tokens: rows of q, k and v on this rank.
+        total_tokens: rows of the whole batch.
+        reasons: why layout and strategy were chosen, one line each.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        layout: Layout,
+        strategy: str,
+        heads: tuple[int, int],
+        mask: Mask,
+        reasons: Sequence[str],
+    ):
+        self.group, self.layout, self.strategy, self.heads = group, layout, strategy, heads
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.mask, self.reasons = mask, tuple(reasons)
+        self.tokens = layout.tokens(self.rank)
+        self.total_tokens = layout.starts[-1]
+        self._schedule = lru_cache(maxsize=16)(self._make)
+        self._rows = lru_cache(maxsize=None)(self._rows_on)
+        self._orders = lru_cache(maxsize=None)(self._make_orders)
+
+    # Tokens
+
+    def shard(self, whole: Tensor, dim: int = 0) -> Tensor:
+        """This rank's rows of a tensor that has a row for each token of the batch along `dim`, its
+        documents one after the other. Every rank has the whole tensor; nothing is sent."""
+        if whole.shape[dim] != self.total_tokens:
+            raise ValueError(
+                f"whole must have {self.total_tokens} rows along dim {dim}, one for each token of"
+                f" the batch, got {whole.shape[dim]}"
+            )
+        return whole.index_select(dim, self._rows(whole.device, self.rank))
+
+    def unshard(self, shard: Tensor, dim: int = 0) -> Tensor:
+        """The whole tensor on every rank, from each rank's rows. Has no gradient: `gather` has."""
+        return _unsharded(shard.detach(), self, dim)
+
+    def gather(self, shard: Tensor, dim: int = 0) -> Tensor:
+        """`unshard`, differentiable: the gradient of a row is the sum of all ranks'."""
+        return _Gather.apply(shard, self, dim)
+
+    def scatter(self, whole: Tensor, dim: int = 0) -> Tensor:
+        """`shard`, differentiable: the gradient is put together of all ranks' rows."""
+        return _Scatter.apply(whole, self, dim)
+
+    def positions(self, device: torch.device | str = "cpu") -> Tensor:
+        """int64 (tokens,): each row's position within its document."""
+        spans = [torch.arange(p.begin, p.end) for p in self.layout.shards[self.rank]]
+        return torch.cat([*spans, torch.arange(0)]).to(device)
+
+    def shift_labels(self, tokens: Tensor, ignore_index: int = -100) -> Tensor:
+        """The label of each of this rank's rows: the next token of its document, on whatever rank
+        that lies; `ignore_index` at a document's end.
+
+        Args:
+            tokens: integer (total_tokens,), the token ids of the whole batch.
+        """
+        if tokens.shape != (self.total_tokens,):
+            wanted = (self.total_tokens,)
+            raise ValueError(f"tokens must have shape {wanted}, got {tuple(tokens.shape)}")
+        labels = torch.roll(tokens, -1)
+        starts, lengths = self.layout.starts[1:], self.layout.lengths
+        ends = [start - 1 for start, n in zip(starts, lengths, strict=True) if n]
+        labels[torch.tensor(ends, device=tokens.device)] = ignore_index
+        return self.shard(labels)
+
+    @property
+    def loss_scale(self) -> float:
+        """What a rank's mean loss over its labelled rows (`shift_labels`) is multiplied by, where
+        gradients are averaged over these ranks: the average is then that of the mean over the whole
+        batch."""
+        ends = {d: n for d, n in enumerate(self.layout.lengths) if n}
+        held = sum(p.end == ends[p.document] for p in self.layout.shards[self.rank])
+        labels = self.total_tokens - len(ends)
+        return (self.tokens - held) * self.ranks / labels if labels else 0.0
+
+    # What is sent
+
+    def schedule(self, mask: Mask, one_by_one: bool, device: torch.device) -> OnDevice:
+        """This rank's schedule for a mask, made at its first use and kept."""
+        return self._schedule(mask, one_by_one, device)
+
+    def _make(self, mask: Mask, one_by_one: bool, device: torch.device) -> OnDevice:
+        made = gathered(self.layout, mask, self.rank, one_by_one)
+
+        def rows(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+        def cumulative(lengths: tuple[int, ...]) -> Tensor:
+            return rows(np.cumsum((0, *lengths), dtype=np.int32))
+
+        return OnDevice(
+            made,
+            tuple(map(rows, made.sent)),
+            rows(made.sent_rows),
+            tuple(rows(call.keys) for call in made.calls),
+            tuple(cumulative(call.lengths_q) for call in made.calls),
+            tuple(cumulative(call.lengths_k) for call in made.calls),
+        )
+
+    def _rows_on(self, device: torch.device, rank: int) -> Tensor:
+        return torch.from_numpy(rows_of(self.layout, rank)).to(device)
+
+    def rank_order(self, device: torch.device) -> Tensor:
+        """The rows of the batch, those of one rank after those of the other."""
+        return self._orders(device)[0]
+
+    def order(self, device: torch.device) -> Tensor:
+        """For each row of the batch its place in `rank_order`."""
+        return self._orders(device)[1]
+
+    def whole(self, device: torch.device) -> tuple[Tensor, int]:
+        """cu_seqlens of the whole batch, and its longest document."""
+        return self._orders(device)[2], max(self.layout.lengths)
+
+    def _make_orders(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        held = torch.cat([self._rows(device, rank) for rank in range(self.ranks)])
+        starts = torch.tensor(self.layout.starts, dtype=torch.int32, device=device)
+        return held, torch.argsort(held), starts
+
+    def explain(self) -> str:
+        """What was chosen and why; each rank's tokens and tiles; what is sent."""
+        lines = [*self.reasons, f"balance {self.layout.balance(self.mask):.3f}"]
+        tiles = self.layout.tiles(self.mask)
+        for rank in range(self.ranks):
+            received = sum(gathered(self.layout, self.mask, rank).received)
+            lines.append(
+                f"rank {rank}: {self.layout.tokens(rank)} tokens, {tiles[rank]} tiles of 128 x 128,"
+                f" gather receives {received} rows of k and v"
+            )
+        return "\n".join(lines)
+
+
+def plan(
+    group: Any = None,
+    lengths: Sequence[int] | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    heads_q: int,
+    heads_k: int,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    causal: bool = True,
+    window_size: Sequence[int] = (-1, -1),
+    layout: str = "auto",
+    strategy: str = "auto",
+    options: Mapping[str, Any] | None = None,
+) -> ContextPlan:
+    """Decides which tokens of a batch each rank of a group holds, and how keys travel.
+
+    A collective: every rank of the group calls it with the same arguments, and each raises if they
+    differ. Nothing else compares ranks.
+
+    Args:
+        group: a process group, a one-dimensional DeviceMesh, or None for the default group.
+        lengths: tokens of each document of the batch, from 0.
+        cu_seqlens: int32 or int64 (documents + 1,), in place of lengths; one on a GPU is copied to
+            the host here.
+        heads_q, heads_k, head_dim, head_dim_v, dtype: of the q, k and v that `attention` will get.
+        causal, window_size: as most layers have them; work is balanced for these. `attention` takes
+            others, too.
+        layout: "zigzag", "contiguous", "documents", or "auto": contiguous under a window, else
+            zigzag for one document and documents for several.
+        strategy: "gather" (keys and values that are seen travel), "heads" (ranks exchange tokens
+            for heads), or "auto": the one whose forward takes least, by `cost`.
+        options: anything else that ranks should agree on, compared by its repr.
+
+    Returns:
+        The plan of this rank.
+
+    Raises:
+        ValueError: naming what differs between ranks, or an argument that is no such thing.
+        TypeError: naming the argument.
+    """
+    group = _group(group)
+    counts = _lengths(lengths, cu_seqlens)
+    heads = whole("heads_q", heads_q), whole("heads_k", heads_k)
+    dims = whole("head_dim", head_dim), whole("head_dim_v", head_dim_v or head_dim)
+    if min(*heads, *dims) < 1 or heads[0] % heads[1]:
+        raise ValueError(f"heads_k must divide heads_q, got {heads[0]} and {heads[1]}")
+    mask = mask_of(causal, window_size)
+    for name, told, known in (("layout", layout, LAYOUTS), ("strategy", strategy, STRATEGIES)):
+        if told != "auto" and told not in known:
+            raise ValueError(f"{name} must be one of {('auto', *known)}, got {told!r}")
+    facts = {
+        "lengths": counts,
+        "heads": heads,
+        "head dims": dims,
+        "dtype": str(dtype),
+        "mask": (mask.left, mask.right),
+        "layout": layout,
+        "strategy": strategy,
+        "options": sorted((options or {}).items()),
+    }
+    agree(group, {name: _digest(fact) for name, fact in facts.items()}, _device(group))
+    ranks = dist.get_world_size(group)
+    name, why = _layout(layout, counts, mask)
+    made = LAYOUTS[name](counts, ranks, mask)
+    reasons = [f"layout {name}: {why}"]
+    chosen, why = _strategy(strategy, made, mask, heads, dims, dtype)
+    reasons.append(f"strategy {chosen}: {why}")
+    return ContextPlan(group, made, chosen, heads, mask, reasons)
+
+
+def mask_of(causal: Any, window_size: Any) -> Mask:
+    """The mask of these arguments of `flash_attn_func`."""
+    spec = MaskSpec.of(causal, window_size)
+    if spec.first:
+        raise ValueError(
+            "window_size[2] must be 0 under context parallelism, got"
+            f" {spec.first}: the first keys of a document may lie on another rank"
+        )
+    bounds = (None if bound < 0 else bound for bound in (spec.left, spec.right))
+    return Mask(*bounds)
+
+
+def _group(group: Any) -> dist.ProcessGroup | None:
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError("plan needs torch.distributed: call init_process_group before")
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return group
+    if hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise ValueError(f"group must be a mesh of one dim, got {group.ndim} dims")
+        return group.get_group()
+    raise TypeError(f"group must be a ProcessGroup or DeviceMesh, got {type(group).__name__}")
+
+
+def _lengths(lengths: Any, cu_seqlens: Tensor | None) -> tuple[int, ...]:
+    if (lengths is None) == (cu_seqlens is None):
+        raise ValueError("plan takes lengths or cu_seqlens, one of them")
+    if cu_seqlens is not None:
+        ends = cu_seqlens.tolist()
+        if not ends or ends[0] != 0:
+            raise ValueError(f"cu_seqlens must begin with 0, got {ends[:1]}")
+        lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    counts = ints("lengths", lengths, "a sequence of ints")
+    if not counts or min(counts) < 0 or sum(counts) > LONGEST:
+        raise ValueError(
+            f"lengths must be one or more counts of tokens from 0, together at most {LONGEST}"
+        )
+    return tuple(counts)
+
+
+def _layout(name: str, counts: tuple[int, ...], mask: Mask) -> tuple[str, str]:
+    if name != "auto":
+        return name, "as asked"
+    if mask.left is not None:
+        return "contiguous", "a window sees few keys of other ranks"
+    if sum(map(bool, counts)) > 1:
+        return "documents", "short documents stay whole"
+    return "zigzag", "one document"
+
+
+def _strategy(name, layout: Layout, mask: Mask, heads, dims, dtype) -> tuple[str, str]:
+    ranks = len(layout.shards)
+    if name == "heads":
+        spread_heads(*heads, ranks)
+    if name != "auto":
+        return name, "as asked"
+    waits = {"gather": cost.gather(layout, mask, heads, dims, dtype.itemsize)}
+    try:
+        spread_heads(*heads, ranks)
+    except ValueError:
+        return "gather", "heads do not spread evenly over the ranks"
+    waits["heads"] = cost.heads(layout, mask, heads, dims, dtype.itemsize)
+    chosen = min(waits, key=lambda which: waits[which])
+    told = ", ".join(f"{which} {wait * 1e3:.3f} ms" for which, wait in waits.items())
+    return chosen, f"predicted time of a forward: {told}"
+
+
+def _digest(fact: Any) -> int:
+    return int.from_bytes(hashlib.sha256(repr(fact).encode()).digest()[:7], "big")
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the group's backend takes tensors."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _unsharded(shard: Tensor, made: ContextPlan, dim: int) -> Tensor:
+    rows = shard.movedim(dim, 0).contiguous()
+    if rows.shape[0] != made.tokens:
+        raise ValueError(
+            f"shard must have this rank's {made.tokens} rows along dim {dim}, got {rows.shape[0]}"
+        )
+    counts = [made.layout.tokens(rank) for rank in range(made.ranks)]
+    sent = rows.repeat(made.ranks, *[1] * (rows.ndim - 1))
+    every = swap(made.group, sent, [made.tokens] * made.ranks, counts).wait()
+    return every.index_select(0, made.order(rows.device)).movedim(0, dim)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, shard, made, dim):
+        ctx.made, ctx.dim = made, dim
+        return _unsharded(shard, made, dim)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        made, dim = ctx.made, ctx.dim
+        grad = grads[0].movedim(dim, 0)
+        rows = [grad.index_select(0, made._rows(grad.device, r)) for r in range(made.ranks)]
+        counts = [len(part) for part in rows]
+        got = swap(made.group, torch.cat(rows), counts, [made.tokens] * made.ranks).wait()
+        total = got.view(made.ranks, made.tokens, *got.shape[1:]).sum(0)
+        return total.movedim(0, dim), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, whole, made, dim):
+        ctx.made, ctx.dim = made, dim
+        return made.shard(whole, dim)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _unsharded(grads[0], ctx.made, ctx.dim), None, None

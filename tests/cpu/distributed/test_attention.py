@@ -1,0 +1,220 @@
+"""What ranks compute of their part of a batch is what one process computes of the whole."""
+
+import re
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from heedful.distributed import ContextPlan, attention, plan
+from heedful.reference.convert import as_numpy
+from support.problems import budget
+from support.problems.budget import Results
+from support.problems.cases import Built, Case, build
+from support.runs.ranks import Ranks
+
+# Documents: one that every rank gets chunks of, one of a single token, none, one at a tile's edge.
+LENGTHS = (700, 1, 155, 0, 256)
+
+
+def packed(**features: Any) -> Case:
+    facts = {"heads_q": 8, "heads_k": 2, "head_dim": 16, "causal": True, "seed": 11} | features
+    lengths = facts.pop("lengths", LENGTHS)
+    longest = max(lengths)
+    return Case(
+        batch=len(lengths),
+        seqlen_q=longest,
+        seqlen_k=longest,
+        lens_q=lengths,
+        lens_k=lengths,
+        varlen="qk",
+        **facts,
+    )
+
+
+CASES = {
+    "causal": packed(),
+    "full": packed(causal=False),
+    "window": packed(window=(100, 0)),
+    "window both ways": packed(causal=False, window=(60, 40)),
+    "window to the right": packed(causal=False, window=(-1, 30)),
+    "sink": packed(sink=True),
+    "softcap": packed(softcap=3.0),
+    "ALiBi": packed(alibi="h"),
+    "dropout": packed(dropout_p=0.2, window=(300, 0)),
+    "bfloat16": packed(dtype="bfloat16", sink=True),
+    "a head each": packed(heads_k=8, head_dim_v=16),
+}
+# (ranks, strategy, layout). What is slow says little that the others do not.
+WAYS = [
+    (2, "gather", "contiguous"),
+    (2, "gather", "documents"),
+    (2, "heads", "documents"),
+    (4, "gather", "zigzag"),
+    (4, "heads", "zigzag"),
+]
+SLOW = [(2, "gather", "zigzag"), (4, "gather", "contiguous"), (4, "gather", "documents")]
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory):
+    """Groups by how many ranks they have, made when they are wanted."""
+    made: dict[int, Ranks] = {}
+
+    def group(count: int) -> Ranks:
+        if count not in made:
+            made[count] = Ranks(count, tmp_path_factory.mktemp("ranks"))
+        return made[count]
+
+    yield group
+    for ranks in made.values():
+        ranks.close()
+
+
+def planned(case: Case, strategy: str, layout: str) -> ContextPlan:
+    return plan(
+        lengths=case.lens_q,
+        heads_q=case.heads_q,
+        heads_k=case.heads_k,
+        head_dim=case.head_dim,
+        head_dim_v=case.head_dim_v or None,
+        dtype=getattr(torch, case.dtype),
+        layout=layout,
+        strategy=strategy,
+    )
+
+
+def computed(rank: int, count: int, case: Case, strategy: str, layout: str) -> Results | None:
+    """The whole batch's results, put together from all ranks', on rank 0."""
+    built, made = build(case), planned(case, strategy, layout)
+    x = built.x
+    leaves = [made.shard(t).requires_grad_() for t in (x.q, x.k, x.v)]
+    sink = None if x.sink is None else x.sink.clone().requires_grad_()
+    out, lse = attention(
+        *leaves,
+        made,
+        case.dropout_p,
+        None,
+        case.causal,
+        case.window,
+        case.softcap,
+        None if x.alibi_slopes is None else x.alibi_slopes[0],
+        sink=sink,
+        dropout_seed=None if x.seed is None else int(x.seed),
+        return_lse=True,
+    )
+    torch.autograd.backward([out, lse], [made.shard(built.dout), made.shard(built.dlse, dim=1)])
+    dsink = None
+    if sink is not None:
+        dsink = sink.grad.clone()
+        dist.all_reduce(dsink)
+    whole = [made.unshard(t) for t in (out, *(leaf.grad for leaf in leaves))]
+    whole_lse = made.unshard(lse, dim=1)
+    if rank:
+        return None
+    found = dict(zip(("out", "dq", "dk", "dv"), whole, strict=True)) | {"lse": whole_lse}
+    return Results(
+        **{k: as_numpy(t) for k, t in (found | {"dsink": dsink}).items() if t is not None}
+    )
+
+
+@lru_cache
+def whole(name: str) -> Built:
+    return build(CASES[name])
+
+
+@pytest.mark.parametrize(
+    ("count", "strategy", "layout"),
+    [*WAYS, *(pytest.param(*way, marks=pytest.mark.slow) for way in SLOW)],
+)
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_compute_what_one_process_does(groups, name, count, strategy, layout):
+    found, *_ = groups(count).run(computed, CASES[name], strategy, layout)
+    budget.check(whole(name), found)
+
+
+def equal_documents(rank: int, count: int) -> bool:
+    """Whether a batch of 4 dims gives what its packed rows give."""
+    made = plan(lengths=[512, 512], heads_q=4, heads_k=2, head_dim=16, layout="zigzag")
+    torch.manual_seed(0)
+    q, k, v = (made.shard(torch.randn(1024, heads, 16)) for heads in (4, 2, 2))
+    out, lse = attention(q, k, v, made, causal=True, return_lse=True)
+    rows = made.tokens // 2
+    batch = [x.view(2, rows, *x.shape[1:]) for x in (q, k, v)]
+    found, found_lse = attention(*batch, made, causal=True, return_lse=True)
+    flat = found_lse.movedim(0, 1).flatten(1)
+    return torch.equal(found.flatten(0, 1), out) and torch.equal(flat, lse)
+
+
+def test_a_batch_of_equal_documents_may_keep_its_four_dims(groups):
+    assert groups(2).run(equal_documents) == [True, True]
+
+
+def no_gradient_of_out(rank: int, count: int, strategy: str) -> list[float]:
+    """The largest gradients of q, k and v where rank 0 has none of out."""
+    made = plan(lengths=[512], heads_q=4, heads_k=2, head_dim=16, strategy=strategy)
+    torch.manual_seed(0)
+    leaves = [made.shard(torch.randn(512, h, 16)).requires_grad_() for h in (4, 2, 2)]
+    out, lse = attention(*leaves, made, causal=True, return_lse=True)
+    (lse.sum() if rank == 0 else out.sum() + lse.sum()).backward()
+    return [float(leaf.grad.abs().max()) for leaf in leaves]
+
+
+@pytest.mark.parametrize("strategy", ["gather", "heads"])
+def test_a_rank_without_a_gradient_of_out_takes_part_in_the_backward(groups, strategy):
+    for found in groups(2).run(no_gradient_of_out, strategy):
+        assert min(found) > 0
+
+
+def refused(rank: int, count: int, more: dict[str, Any], change: str) -> str:
+    """What attention says, without any transfer: only rank 0 calls it."""
+    if rank:
+        return ""
+    made = plan_of_rank(rank, count, **more.pop("plan", {}))
+    q, k, v = torch.randn(made.tokens, 4, 16), *torch.randn(2, made.tokens, 2, 16)
+    given = {"q": q, "k": k, "v": v}
+    changes = {
+        "": lambda: None,
+        "fewer rows of k": lambda: given.update(k=k[1:]),
+        "other heads": lambda: given.update(q=q[:, :2]),
+        "another dtype": lambda: given.update(v=v.half()),
+        "float64": lambda: given.update(q=q.double(), k=k.double(), v=v.double()),
+    }
+    changes[change]()
+    with pytest.raises((TypeError, ValueError)) as caught:
+        attention(*given.values(), made, **more)
+    return str(caught.value)
+
+
+def plan_of_rank(rank: int, count: int, **more: Any) -> ContextPlan:
+    """A plan that no rank has agreed to."""
+    from heedful.distributed.layouts import CAUSAL, zigzag
+
+    facts = {"strategy": "gather", "heads": (4, 2)} | more
+    return ContextPlan(None, zigzag([512], count), mask=CAUSAL, reasons=(), **facts)
+
+
+@pytest.mark.parametrize(
+    ("more", "change", "said"),
+    [
+        ({"bias": 1}, "", "bias is not taken"),
+        ({"k_descale": 1}, "", "k_descale is not taken"),
+        ({"num_splits": 2}, "", "num_splits is not taken"),
+        ({"causaul": True}, "", "unexpected keyword argument 'causaul'"),
+        ({"window_size": (10, 0, 4)}, "", r"window_size\[2\] must be 0"),
+        ({"dropout_p": 0.1}, "", "dropout_seed must be an int"),
+        ({"alibi_slopes": torch.ones(4)}, "", "alibi_slopes must come with causal=True"),
+        ({"sink": torch.ones(3)}, "", r"sink must be \(4,\)"),
+        ({}, "fewer rows of k", r"k must be \(256, 2, head_dim\)"),
+        ({}, "other heads", r"q must be \(256, 4, head_dim\)"),
+        ({}, "another dtype", "v must be torch.float32"),
+        ({}, "float64", "q must be float16, bfloat16 or float32"),
+    ],
+)
+def test_what_a_rank_can_see_is_wrong_is_refused_before_anything_is_sent(
+    groups, more, change, said
+):
+    found, _ = groups(2).run(refused, more, change)
+    assert re.search(said, found)

@@ -1,0 +1,235 @@
+"""A plan: which tokens a rank holds, what ranks agree on, and what becomes of one that dies."""
+
+import math
+import os
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heedful.distributed import ContextPlan, attention, plan
+from heedful.distributed.layouts import BLOCK, CAUSAL, LAYOUTS, Mask, Piece
+from heedful.distributed.schedules import Schedule, gathered, rows_of, spread_heads
+from support.runs.ranks import Ranks
+
+LENGTHS = [700, 1, 155, 0, 256]
+
+batches = st.lists(st.integers(0, 1500), min_size=1, max_size=6)
+masks = st.builds(
+    Mask,
+    st.one_of(st.none(), st.integers(0, 400)),
+    st.one_of(st.none(), st.just(0), st.integers(0, 300)),
+)
+
+
+@given(batches, st.integers(1, 9), st.sampled_from(sorted(LAYOUTS)), masks)
+def test_every_token_lies_on_one_rank_and_cuts_on_multiples_of_a_tile(lengths, count, name, mask):
+    made = LAYOUTS[name](lengths, count, mask)
+    held = sorted(int(row) for rank in range(count) for row in rows_of(made, rank))
+    assert held == list(range(sum(lengths)))
+    for piece in (piece for shard in made.shards for piece in shard):
+        assert piece.begin % BLOCK == 0 and len(piece) > 0
+        assert piece.end % BLOCK == 0 or piece.end == lengths[piece.document]
+
+
+@given(batches, st.integers(1, 5), st.sampled_from(sorted(LAYOUTS)), masks)
+def test_what_a_rank_receives_is_what_others_send_and_holds_all_keys_that_it_sees(
+    lengths, count, name, mask
+):
+    made = LAYOUTS[name](lengths, count, mask)
+    schedules = [gathered(made, mask, rank) for rank in range(count)]
+    for rank, schedule in enumerate(schedules):
+        rows = [rows_of(made, rank)]
+        for other, theirs in enumerate(schedules):
+            sent = theirs.sent[rank]
+            assert schedule.received[other] == len(sent)
+            rows.append(rows_of(made, other)[sent])
+        present = [int(row) for part in rows for row in part]
+        check_calls(schedule, made, mask, present)
+
+
+def check_calls(schedule: Schedule, made, mask: Mask, present: list[int]) -> None:
+    """A call's keys are those that its pieces see, and its mask is the whole's."""
+    for call in schedule.calls:
+        found = iter(present[index] for index in call.keys)
+        left, right = call.window
+        for piece, first, keys in zip(call.pieces, call.firsts, call.lengths_k, strict=True):
+            start, length = made.starts[piece.document], made.lengths[piece.document]
+            assert [next(found) for _ in range(keys)] == list(
+                range(start + first, start + first + keys)
+            )
+            # Of the last query, and of the first: where its window begins and ends.
+            for row in (0, len(piece) - 1):
+                diagonal = row + keys - len(piece)
+                begin = 0 if left < 0 else max(0, diagonal - left)
+                end = keys if right < 0 else min(keys, diagonal + right + 1)
+                one = Piece(piece.document, piece.begin + row, piece.begin + row + 1)
+                assert (begin + first, end + first) == mask.keys(one, length)
+
+
+def test_a_zigzag_of_one_long_document_is_balanced_and_documents_beat_it_on_many():
+    assert LAYOUTS["zigzag"]([65536], 8).balance(CAUSAL) > 0.99
+    lengths = [int(n) for n in torch.distributions.LogNormal(7.0, 1.2).sample((64,))]
+    many = {name: LAYOUTS[name](lengths, 4, CAUSAL).balance(CAUSAL) for name in LAYOUTS}
+    assert many["documents"] > 0.95
+    assert many["documents"] >= max(many.values())
+
+
+def test_heads_are_spread_whole_or_replicated_or_refused():
+    assert [h.keys for h in spread_heads(12, 6, 4)] == [(0, 1), (1, 3), (3, 4), (4, 6)]
+    assert [h.queries for h in spread_heads(8, 2, 4)] == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert [h.keys for h in spread_heads(8, 2, 4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
+    for heads in ((6, 2), (8, 8)):
+        if heads[1] >= 4:
+            continue
+        with pytest.raises(ValueError, match="take 'gather'"):
+            spread_heads(*heads, 4)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    made = Ranks(3, tmp_path_factory.mktemp("ranks"))
+    yield made
+    made.close()
+
+
+def planned(**more) -> ContextPlan:
+    return plan(**{"lengths": LENGTHS, "heads_q": 2, "heads_k": 1, "head_dim": 8} | more)
+
+
+def moved(rank: int, count: int) -> dict[str, bool]:
+    """Which of a plan's tools do what they say."""
+    made = planned()
+    tokens = torch.arange(made.total_tokens)
+    mine, positions = made.shard(tokens), made.positions()
+    starts = torch.tensor(made.layout.starts)
+    document = torch.searchsorted(starts, mine, right=True) - 1
+    labels = made.shift_labels(tokens)
+    last = positions + 1 == torch.tensor(LENGTHS)[document]
+    whole = torch.randn(made.total_tokens, 3, generator=torch.Generator().manual_seed(0))
+    leaf = made.shard(whole).requires_grad_()
+    (made.gather(leaf) * whole).sum().backward()
+    other = whole.clone().requires_grad_()
+    (made.scatter(other) * made.shard(whole)).sum().backward()
+    return {
+        "positions": torch.equal(positions, mine - starts[document]),
+        "labels": torch.equal(labels, torch.where(last, -100, mine + 1)),
+        "unshard": torch.equal(made.unshard(mine), tokens),
+        "gather": torch.equal(leaf.grad, made.shard(whole) * count),
+        "scatter": torch.equal(other.grad, whole),
+    }
+
+
+def test_tokens_labels_and_gradients_cross_ranks(ranks):
+    for found in ranks.run(moved):
+        assert all(found.values()), found
+
+
+def losses(rank: int, count: int) -> tuple[float, float]:
+    """A rank's scaled mean of a loss over its labelled rows, and the mean of the whole batch."""
+    made = planned()
+    loss = torch.rand(made.total_tokens, generator=torch.Generator().manual_seed(0)).double()
+    ends = torch.tensor([s - 1 for s, n in zip(made.layout.starts[1:], LENGTHS, strict=True) if n])
+    loss[ends] = torch.nan
+    return float(made.shard(loss).nanmean()) * made.loss_scale, float(loss.nanmean())
+
+
+def test_the_average_of_scaled_losses_is_the_mean_over_the_whole_batch(ranks):
+    found = ranks.run(losses)
+    assert math.isclose(sum(scaled for scaled, _ in found) / 3, found[0][1], rel_tol=1e-12)
+
+
+def disagree(rank: int, count: int, name: str, values: list) -> tuple[str, float]:
+    start = time.monotonic()
+    try:
+        planned(**{name: values[rank == 1]})
+    except ValueError as error:
+        return str(error), time.monotonic() - start
+    return "", 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("lengths", [[700], [699]], "lengths"),
+        ("heads_q", [2, 4], "heads"),
+        ("dtype", [torch.float16, torch.bfloat16], "dtype"),
+        ("layout", ["zigzag", "contiguous"], "layout"),
+        ("options", [{"layers": 12}, {"layers": 13}], "options"),
+    ],
+)
+def test_each_rank_says_what_differs_and_where(ranks, name, values, said):
+    for found, seconds in ranks.run(disagree, name, values):
+        assert f"the same {said} on every rank; ranks [1] have another" in found
+        assert seconds < 1
+
+
+def wrong(rank: int, count: int, more: dict) -> str:
+    try:
+        planned(**more)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"lengths": None}, "lengths or cu_seqlens"),
+        ({"lengths": []}, "one or more counts"),
+        ({"lengths": [5, -1]}, "counts of tokens from 0"),
+        ({"lengths": [2.5]}, "lengths"),
+        ({"lengths": None, "cu_seqlens": torch.tensor([1, 4])}, "must begin with 0"),
+        ({"heads_k": 3}, "heads_k must divide heads_q"),
+        ({"layout": "zigzags"}, "layout must be one of"),
+        ({"strategy": "rings"}, "strategy must be one of"),
+        ({"strategy": "heads"}, "take 'gather'"),
+        ({"window_size": (4, 0, 2)}, "window_size"),
+        ({"group": 3}, "group must be a ProcessGroup"),
+    ],
+)
+def test_a_plan_of_wrong_arguments_is_refused_by_name(ranks, more, said):
+    for found in ranks.run(wrong, more):
+        assert said in found
+
+
+def told(rank: int, count: int) -> str:
+    return planned().explain()
+
+
+def test_explain_says_why_and_what_each_rank_does(ranks):
+    first, *others = ranks.run(told)
+    assert others == [first, first]
+    assert "layout documents: short documents stay whole" in first
+    assert "strategy gather: heads do not spread evenly over the ranks" in first
+    assert "balance " in first and "rank 2: " in first
+
+
+def dies(rank: int, count: int, when: str) -> tuple[str, float]:
+    """Rank 1 ends before the step, or before its backward; what the others meet, and how late."""
+    made = planned(lengths=[1024])
+    leaves = [torch.randn(made.tokens, heads, 8).requires_grad_() for heads in (2, 1, 1)]
+    if rank == 1 and when == "before the step":
+        os._exit(1)
+    start = time.monotonic()
+    try:
+        out = attention(*leaves, made, causal=True)
+        if rank == 1:
+            os._exit(1)
+        out.sum().backward()
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return "", time.monotonic() - start
+
+
+@pytest.mark.parametrize("when", ["before the step", "before the backward"])
+def test_the_others_raise_soon_after_a_rank_has_died(tmp_path, when):
+    made = Ranks(2, tmp_path, seconds=5.0)
+    try:
+        (said, answer), (ended, _) = made.outcomes(dies, when)
+        assert ended == "ended" and not said
+        assert answer[0] and answer[1] < 10
+    finally:
+        made.close()
