@@ -31,7 +31,7 @@ def to_heads(rows: Tensor, made: ContextPlan, spans: list[tuple[int, int]]) -> T
 
 
 def from_heads(every: Tensor, made: ContextPlan, spans: list[tuple[int, int]]) -> Tensor:
-    """The reverse of `to_heads`. Of heads that several ranks have, all ranks' rows, added in
+    """The reverse of `to_heads`. Where several ranks have a head, their rows are added in
     float32."""
     dim, (begin, end) = every.shape[-1], spans[made.rank]
     ordered = every.index_select(0, made.rank_order(every.device))

@@ -113,15 +113,15 @@ class ContextPlan:
 
     @property
     def loss_scale(self) -> float:
-        """What a rank's mean loss over its labelled rows (`shift_labels`) is multiplied by, where
-        gradients are averaged over these ranks: the average is then that of the mean over the whole
+        """The factor of a rank's mean loss over its labelled rows (`shift_labels`), where gradients
+        are averaged over these ranks: their average is then the gradient of the mean over the whole
         batch."""
         ends = {d: n for d, n in enumerate(self.layout.lengths) if n}
         held = sum(p.end == ends[p.document] for p in self.layout.shards[self.rank])
         labels = self.total_tokens - len(ends)
         return (self.tokens - held) * self.ranks / labels if labels else 0.0
 
-    # What is sent
+    # Rows that are sent
 
     def schedule(self, mask: Mask, one_by_one: bool, device: torch.device) -> OnDevice:
         """This rank's schedule for a mask, made at its first use and kept."""
@@ -166,7 +166,7 @@ class ContextPlan:
         return held, torch.argsort(held), starts
 
     def explain(self) -> str:
-        """What was chosen and why; each rank's tokens and tiles; what is sent."""
+        """Layout, strategy and why; each rank's tokens and tiles; what is sent."""
         lines = [*self.reasons, f"balance {self.layout.balance(self.mask):.3f}"]
         tiles = self.layout.tiles(self.mask)
         for rank in range(self.ranks):
@@ -300,7 +300,14 @@ def _layout(name: str, counts: tuple[int, ...], mask: Mask) -> tuple[str, str]:
     return "zigzag", "one document"
 
 
-def _strategy(name, layout: Layout, mask: Mask, heads, dims, dtype) -> tuple[str, str]:
+def _strategy(
+    name: str,
+    layout: Layout,
+    mask: Mask,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+) -> tuple[str, str]:
     ranks = len(layout.shards)
     if name == "heads":
         spread_heads(*heads, ranks)

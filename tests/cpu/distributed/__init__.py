@@ -1,0 +1,1 @@
+"""Tests of `heedful.distributed`: arithmetic of plans, and ranks over gloo."""

@@ -90,10 +90,13 @@ def computed(rank: int, count: int, case: Case, strategy: str, layout: str) -> R
     """The whole batch's results, put together from all ranks', on rank 0."""
     built, made = build(case), planned(case, strategy, layout)
     x = built.x
-    leaves = [made.shard(t).requires_grad_() for t in (x.q, x.k, x.v)]
+    assert built.dout is not None and built.dlse is not None
+    leaves = q, k, v = [made.shard(t).requires_grad_() for t in (x.q, x.k, x.v)]
     sink = None if x.sink is None else x.sink.clone().requires_grad_()
     out, lse = attention(
-        *leaves,
+        q,
+        k,
+        v,
         made,
         case.dropout_p,
         None,
@@ -105,12 +108,13 @@ def computed(rank: int, count: int, case: Case, strategy: str, layout: str) -> R
         dropout_seed=None if x.seed is None else int(x.seed),
         return_lse=True,
     )
-    torch.autograd.backward([out, lse], [made.shard(built.dout), made.shard(built.dlse, dim=1)])
-    dsink = None
-    if sink is not None:
-        dsink = sink.grad.clone()
+    cotangents = [made.shard(built.dout), made.shard(built.dlse, dim=1)]
+    wanted = [*leaves] if sink is None else [*leaves, sink]
+    grads = torch.autograd.grad([out, lse], wanted, cotangents)
+    dsink = grads[3] if sink is not None else None
+    if dsink is not None:
         dist.all_reduce(dsink)
-    whole = [made.unshard(t) for t in (out, *(leaf.grad for leaf in leaves))]
+    whole = [made.unshard(t) for t in (out, *grads[:3])]
     whole_lse = made.unshard(lse, dim=1)
     if rank:
         return None
@@ -142,8 +146,8 @@ def equal_documents(rank: int, count: int) -> bool:
     q, k, v = (made.shard(torch.randn(1024, heads, 16)) for heads in (4, 2, 2))
     out, lse = attention(q, k, v, made, causal=True, return_lse=True)
     rows = made.tokens // 2
-    batch = [x.view(2, rows, *x.shape[1:]) for x in (q, k, v)]
-    found, found_lse = attention(*batch, made, causal=True, return_lse=True)
+    q, k, v = (x.view(2, rows, *x.shape[1:]) for x in (q, k, v))
+    found, found_lse = attention(q, k, v, made, causal=True, return_lse=True)
     flat = found_lse.movedim(0, 1).flatten(1)
     return torch.equal(found.flatten(0, 1), out) and torch.equal(flat, lse)
 
@@ -156,10 +160,10 @@ def no_gradient_of_out(rank: int, count: int, strategy: str) -> list[float]:
     """The largest gradients of q, k and v where rank 0 has none of out."""
     made = plan(lengths=[512], heads_q=4, heads_k=2, head_dim=16, strategy=strategy)
     torch.manual_seed(0)
-    leaves = [made.shard(torch.randn(512, h, 16)).requires_grad_() for h in (4, 2, 2)]
-    out, lse = attention(*leaves, made, causal=True, return_lse=True)
-    (lse.sum() if rank == 0 else out.sum() + lse.sum()).backward()
-    return [float(leaf.grad.abs().max()) for leaf in leaves]
+    q, k, v = (made.shard(torch.randn(512, h, 16)).requires_grad_() for h in (4, 2, 2))
+    out, lse = attention(q, k, v, made, causal=True, return_lse=True)
+    total = lse.sum() if rank == 0 else out.sum() + lse.sum()
+    return [float(grad.abs().max()) for grad in torch.autograd.grad(total, (q, k, v))]
 
 
 @pytest.mark.parametrize("strategy", ["gather", "heads"])
@@ -184,7 +188,7 @@ def refused(rank: int, count: int, more: dict[str, Any], change: str) -> str:
     }
     changes[change]()
     with pytest.raises((TypeError, ValueError)) as caught:
-        attention(*given.values(), made, **more)
+        attention(plan=made, **given, **more)
     return str(caught.value)
 
 

@@ -4,6 +4,7 @@ import math
 import os
 import time
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -70,8 +71,8 @@ def check_calls(schedule: Schedule, made, mask: Mask, present: list[int]) -> Non
 
 
 def test_a_zigzag_of_one_long_document_is_balanced_and_documents_beat_it_on_many():
-    assert LAYOUTS["zigzag"]([65536], 8).balance(CAUSAL) > 0.99
-    lengths = [int(n) for n in torch.distributions.LogNormal(7.0, 1.2).sample((64,))]
+    assert LAYOUTS["zigzag"]([65536], 8, CAUSAL).balance(CAUSAL) > 0.99
+    lengths = [int(n) for n in np.random.default_rng(0).lognormal(7.0, 1.2, 64)]
     many = {name: LAYOUTS[name](lengths, 4, CAUSAL).balance(CAUSAL) for name in LAYOUTS}
     assert many["documents"] > 0.95
     assert many["documents"] >= max(many.values())
@@ -81,11 +82,8 @@ def test_heads_are_spread_whole_or_replicated_or_refused():
     assert [h.keys for h in spread_heads(12, 6, 4)] == [(0, 1), (1, 3), (3, 4), (4, 6)]
     assert [h.queries for h in spread_heads(8, 2, 4)] == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert [h.keys for h in spread_heads(8, 2, 4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
-    for heads in ((6, 2), (8, 8)):
-        if heads[1] >= 4:
-            continue
-        with pytest.raises(ValueError, match="take 'gather'"):
-            spread_heads(*heads, 4)
+    with pytest.raises(ValueError, match="take 'gather'"):
+        spread_heads(6, 2, 4)
 
 
 @pytest.fixture(scope="module")
@@ -110,15 +108,16 @@ def moved(rank: int, count: int) -> dict[str, bool]:
     last = positions + 1 == torch.tensor(LENGTHS)[document]
     whole = torch.randn(made.total_tokens, 3, generator=torch.Generator().manual_seed(0))
     leaf = made.shard(whole).requires_grad_()
-    (made.gather(leaf) * whole).sum().backward()
+    (gathered_grad,) = torch.autograd.grad((made.gather(leaf) * whole).sum(), leaf)
     other = whole.clone().requires_grad_()
-    (made.scatter(other) * made.shard(whole)).sum().backward()
+    weighted = made.scatter(other) * made.shard(whole)
+    (scattered_grad,) = torch.autograd.grad(weighted.sum(), other)
     return {
         "positions": torch.equal(positions, mine - starts[document]),
         "labels": torch.equal(labels, torch.where(last, -100, mine + 1)),
         "unshard": torch.equal(made.unshard(mine), tokens),
-        "gather": torch.equal(leaf.grad, made.shard(whole) * count),
-        "scatter": torch.equal(other.grad, whole),
+        "gather": torch.equal(gathered_grad, made.shard(whole) * count),
+        "scatter": torch.equal(scattered_grad, whole),
     }
 
 
@@ -210,12 +209,12 @@ def test_explain_says_why_and_what_each_rank_does(ranks):
 def dies(rank: int, count: int, when: str) -> tuple[str, float]:
     """Rank 1 ends before the step, or before its backward; what the others meet, and how late."""
     made = planned(lengths=[1024])
-    leaves = [torch.randn(made.tokens, heads, 8).requires_grad_() for heads in (2, 1, 1)]
+    q, k, v = (torch.randn(made.tokens, heads, 8).requires_grad_() for heads in (2, 1, 1))
     if rank == 1 and when == "before the step":
         os._exit(1)
     start = time.monotonic()
     try:
-        out = attention(*leaves, made, causal=True)
+        out = attention(q, k, v, made, causal=True)
         if rank == 1:
             os._exit(1)
         out.sum().backward()
