@@ -1,6 +1,7 @@
-"""Processes that are the ranks of a group, over gloo, for as many tests as want them."""
+"""Processes that are the ranks of a group, over gloo or NCCL, for as many tests as want them."""
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,15 +13,16 @@ PRELOADED = ["numpy", "torch", "torch.distributed", "heedful.torch", "heedful.di
 
 
 class Ranks:
-    """So many ranks. folder: where they meet; seconds: how long one waits for another."""
+    """So many ranks. folder: where they meet; seconds: how long one waits for another; backend:
+    "gloo", or "nccl", with a GPU each."""
 
-    def __init__(self, count: int, folder: Path, seconds: float = 60.0):
+    def __init__(self, count: int, folder: Path, seconds: float = 60.0, backend: str = "gloo"):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOADED, "support.problems.budget"])
         self._pipes, self.processes = [], []
         for rank in range(count):
             mine, its = context.Pipe()
-            told = (its, rank, count, str(folder / "store"), seconds)
+            told = (its, rank, count, str(folder / "store"), seconds, backend)
             process = context.Process(target=_serve, args=told, daemon=True)
             process.start()
             its.close()
@@ -56,13 +58,18 @@ def _answer(pipe: Connection) -> tuple[str, Any]:
         return "ended", None
 
 
-def _serve(pipe: Connection, rank: int, count: int, store: str, seconds: float) -> None:
+def _serve(
+    pipe: Connection, rank: int, count: int, store: str, seconds: float, backend: str
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if backend == "nccl":
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=count,

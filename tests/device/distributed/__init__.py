@@ -1,0 +1,1 @@
+"""Tests of `heedful.distributed` on as many GPUs as there are."""
