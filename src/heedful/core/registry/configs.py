@@ -98,134 +98,66 @@ _NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
 _WARP_PRODUCTS = ("sm_80", "sm_86", "sm_89", "sm_120")  # with few rows all products are a warp's
 _CDNA = ("gfx942", "gfx950", "gfx90a")
 
-# kernel, architectures, condition, where from: {largest head dim: (rows, keys, warps, stages)}
-_PORTABLE = (
-    ("forward", ("sm_90", *_NVIDIA), wider_keys_under_pressure, _WIDER, {576: (16, 16, 8, 1)}),
-    ("forward", ("sm_90", *_NVIDIA), wider_keys, _WIDER, {576: (32, 16, 8, 1)}),
-    ("forward", _CDNA, wider_keys, _AMD, {576: (32, 16, 4, 1)}),
-    ("forward", ("*",), wider_keys, _SMALL, {576: (16, 16, 4, 1)}),
-    ("forward", ("*",), float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
-    ("backward_keys", ("*",), float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
-    ("backward_queries", ("*",), float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
-    ("scores", ("*",), float32, _FITS, {512: (16, 16, 4, 1)}),
-    ("scores", ("*",), high_pressure, _NO_SPILLS, {512: (16, 16, 4, 1)}),
-    ("scores", ("*",), always, _NO_SPILLS, {128: (32, 32, 4, 1), 512: (16, 16, 4, 1)}),
-    (
-        "forward",
-        ("sm_90", *_WARP_PRODUCTS),
-        high_pressure,
-        _NO_SPILLS_EITHER,
-        {128: (32, 32, 8, 1), 512: (32, 16, 8, 1)},
+# The largest head dims of the tiles in a row below.
+_DIMS = (64, 128, 256, 512)
+# (rows, keys, warps, stages) of each kernel and head dim, by architectures, condition, and where
+# they are from.
+_PORTABLE = {
+    (("*",), float32, _FITS): (
+        ("forward", (32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+        ("backward_keys", (32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+        ("backward_queries", (32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+        ("scores", (16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
     ),
-    (
-        "forward",
-        ("sm_90",),
-        some_pressure,
-        _NO_SPILLS,
-        {64: (64, 64, 4, 3), 128: (128, 32, 8, 3), 256: (128, 16, 8, 3), 512: (32, 16, 8, 1)},
+    (("*",), high_pressure, _NO_SPILLS): (
+        ("scores", (16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
     ),
-    (
-        "forward",
-        ("sm_90",),
-        always,
-        _H200,
-        {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 16, 8, 3), 512: (32, 16, 8, 1)},
+    (("*",), always, _NO_SPILLS): (
+        ("scores", (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
     ),
-    (
-        "backward_keys",
-        ("sm_90", *_WARP_PRODUCTS),
-        high_pressure,
-        _NO_SPILLS_EITHER,
-        {64: (16, 32, 4, 2), 512: (16, 16, 8, 1)},
+    (("sm_90", *_WARP_PRODUCTS), high_pressure, _NO_SPILLS_EITHER): (
+        ("forward", (32, 32, 8, 1), (32, 32, 8, 1), (32, 16, 8, 1), (32, 16, 8, 1)),
+        ("backward_keys", (16, 32, 4, 2), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+        ("backward_queries", (32, 32, 8, 1), (16, 16, 8, 1), (32, 16, 4, 2), (16, 32, 8, 1)),
     ),
-    (
-        "backward_keys",
-        ("sm_90",),
-        some_pressure,
-        _NO_SPILLS,
-        {64: (32, 64, 4, 3), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2), 512: (16, 16, 8, 1)},
+    (("sm_90",), some_pressure, _NO_SPILLS): (
+        ("forward", (64, 64, 4, 3), (128, 32, 8, 3), (128, 16, 8, 3), (32, 16, 8, 1)),
+        ("backward_keys", (32, 64, 4, 3), (32, 64, 8, 2), (32, 32, 8, 2), (16, 16, 8, 1)),
+        ("backward_queries", (64, 64, 4, 3), (128, 32, 8, 3), (128, 16, 8, 2), (16, 32, 8, 1)),
     ),
-    (
-        "backward_keys",
-        ("sm_90",),
-        always,
-        _H200,
-        {64: (32, 64, 4, 3), 128: (32, 128, 8, 4), 256: (16, 32, 4, 2), 512: (16, 16, 8, 1)},
+    (("sm_90",), always, _H200): (
+        ("forward", (64, 64, 4, 3), (128, 64, 8, 3), (128, 16, 8, 3), (32, 16, 8, 1)),
+        ("backward_keys", (32, 64, 4, 3), (32, 128, 8, 4), (16, 32, 4, 2), (16, 16, 8, 1)),
+        ("backward_queries", (64, 64, 4, 3), (128, 64, 8, 3), (128, 16, 8, 2), (16, 32, 8, 1)),
     ),
-    (
-        "backward_queries",
-        ("sm_90", *_WARP_PRODUCTS),
-        high_pressure,
-        _NO_SPILLS_EITHER,
-        {64: (32, 32, 8, 1), 128: (16, 16, 8, 1), 256: (32, 16, 4, 2), 512: (16, 32, 8, 1)},
+    (_CDNA, high_pressure, _AMD): (
+        ("forward", (32, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1)),
     ),
-    (
-        "backward_queries",
-        ("sm_90",),
-        some_pressure,
-        _NO_SPILLS,
-        {64: (64, 64, 4, 3), 128: (128, 32, 8, 3), 256: (128, 16, 8, 2), 512: (16, 32, 8, 1)},
+    (_CDNA, always, _AMD): (
+        ("forward", (128, 64, 4, 1), (128, 64, 4, 1), (64, 32, 4, 1), (32, 16, 4, 1)),
+        ("backward_keys", (64, 64, 4, 1), (32, 64, 4, 1), (16, 64, 4, 1), (16, 32, 4, 1)),
+        ("backward_queries", (128, 32, 4, 1), (128, 32, 4, 1), (64, 16, 4, 1), (32, 16, 4, 1)),
     ),
-    (
-        "backward_queries",
-        ("sm_90",),
-        always,
-        _H200,
-        {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 16, 8, 2), 512: (16, 32, 8, 1)},
+    (_WARP_PRODUCTS, some_pressure, _NO_SPILLS_EITHER): (
+        ("forward", (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 16, 8, 1)),
     ),
-    ("forward", _CDNA, high_pressure, _AMD, {128: (32, 32, 4, 1), 512: (32, 16, 4, 1)}),
-    (
-        "forward",
-        _CDNA,
-        always,
-        _AMD,
-        {128: (128, 64, 4, 1), 256: (64, 32, 4, 1), 512: (32, 16, 4, 1)},
+    (_NVIDIA, always, _FITS): (
+        ("forward", (64, 64, 4, 2), (64, 64, 4, 2), (32, 32, 4, 2), (32, 16, 8, 1)),
+        ("backward_keys", (64, 64, 4, 2), (32, 64, 8, 2), (32, 32, 8, 2), (16, 16, 8, 1)),
+        ("backward_queries", (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 8, 1)),
     ),
-    (
-        "backward_keys",
-        _CDNA,
-        always,
-        _AMD,
-        {64: (64, 64, 4, 1), 128: (32, 64, 4, 1), 256: (16, 64, 4, 1), 512: (16, 32, 4, 1)},
+    (("*",), always, _SMALL): (
+        ("forward", (64, 32, 4, 1), (64, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+        ("backward_keys", (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+        ("backward_queries", (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
     ),
-    (
-        "backward_queries",
-        _CDNA,
-        always,
-        _AMD,
-        {128: (128, 32, 4, 1), 256: (64, 16, 4, 1), 512: (32, 16, 4, 1)},
-    ),
-    (
-        "forward",
-        _WARP_PRODUCTS,
-        some_pressure,
-        _NO_SPILLS_EITHER,
-        {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 32, 4, 2), 512: (32, 16, 8, 1)},
-    ),
-    (
-        "forward",
-        _NVIDIA,
-        always,
-        _FITS,
-        {128: (64, 64, 4, 2), 256: (32, 32, 4, 2), 512: (32, 16, 8, 1)},
-    ),
-    (
-        "backward_keys",
-        _NVIDIA,
-        always,
-        _FITS,
-        {64: (64, 64, 4, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2), 512: (16, 16, 8, 1)},
-    ),
-    (
-        "backward_queries",
-        _NVIDIA,
-        always,
-        _FITS,
-        {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 32, 4, 2), 512: (16, 16, 8, 1)},
-    ),
-    ("forward", ("*",), always, _SMALL, {128: (64, 32, 4, 1), 512: (16, 16, 4, 1)}),
-    ("backward_keys", ("*",), always, _SMALL, {128: (32, 32, 4, 1), 512: (16, 16, 4, 1)}),
-    ("backward_queries", ("*",), always, _SMALL, {128: (32, 32, 4, 1), 512: (16, 16, 4, 1)}),
+}
+# The forward's for head dims up to 576, with its architectures, condition, and where they are from.
+_PORTABLE_WIDE = (
+    (("sm_90", *_NVIDIA), wider_keys_under_pressure, _WIDER, (16, 16, 8, 1)),
+    (("sm_90", *_NVIDIA), wider_keys, _WIDER, (32, 16, 8, 1)),
+    (_CDNA, wider_keys, _AMD, (32, 16, 4, 1)),
+    (("*",), wider_keys, _SMALL, (16, 16, 4, 1)),
 )
 
 _H200_GLUON = "H200, 2026-11-20, Triton 3.9: fastest of those tried"
@@ -452,9 +384,7 @@ ROWS: list[ConfigRow] = [
         for stages, paged in ((5, True), (3, False))
     ),
     *(
-        _decode(("sm_90",), dim, rows, (keys, 4, 2 * stages - 1), bits, paged, conversion=2)
-        if paged
-        else _decode(("sm_90",), dim, rows, (keys, 4, stages), bits, paged, conversion=2)
+        _decode(("sm_90",), dim, rows, (keys, 4, stages), bits, paged, conversion=2)
         for dim, bits, keys in (
             (64, 8, 256),
             (64, 16, 128),
@@ -463,8 +393,8 @@ ROWS: list[ConfigRow] = [
             (256, 8, 64),
             (256, 16, 32),
         )
-        for rows, stages in ((16, 3), (32, 3), (64, 2))
-        for paged in (True, False)
+        for rows, of_pages, of_rows in ((16, 5, 3), (32, 5, 3), (64, 3, 2))
+        for paged, stages in ((True, of_pages), (False, of_rows))
     ),
     # Programs of a compute unit: as many as registers leave room for.
     *(_decode(_CDNA, 128, rows, (16, 4, 1), bits=8, programs=4) for rows in (16,)),
@@ -541,9 +471,14 @@ ROWS: list[ConfigRow] = [
         )
     ),
     *(
+        ConfigRow("portable.forward", archs, 576, PortableConfig(*tile), measured, when)
+        for archs, when, measured, tile in _PORTABLE_WIDE
+    ),
+    *(
         ConfigRow(f"portable.{kernel}", archs, max_dim, PortableConfig(*tile), measured, when)
-        for kernel, archs, when, measured, tiles in _PORTABLE
-        for max_dim, tile in tiles.items()
+        for (archs, when, measured), rows in _PORTABLE.items()
+        for kernel, *tiles in rows
+        for max_dim, tile in zip(_DIMS, tiles, strict=True)
     ),
 ]
 
