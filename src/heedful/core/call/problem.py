@@ -162,6 +162,11 @@ class AttentionProblem:
         return self.heads_q // self.heads_k
 
     @property
+    def is_masked(self) -> bool:
+        """Whether a query may see less than all keys of its sequence, by position or by ranges."""
+        return self.mask.bounded or self.key_ranges > 0
+
+    @property
     def varlen_q(self) -> bool:
         return self.total_q is not None
 

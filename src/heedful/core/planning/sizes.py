@@ -159,7 +159,7 @@ def scheduler_of(
         return "dynamic"
     if problem.used_q or problem.ragged_k:
         return "single"
-    if not problem.mask.bounded:
+    if not problem.is_masked:
         return "static"
     is_one_wave = hopper_tiles(config, problem) * splits <= device.units
     return "static" if is_one_wave else "dynamic"
@@ -194,7 +194,7 @@ def _l2_swizzle(plan: "Plan", config: HopperConfig, problem: AttentionProblem) -
     heads = work_heads(config, problem)
     if not problem.varlen_q:
         heads *= problem.batch
-    if not problem.mask.bounded:
+    if not problem.is_masked:
         return {"l2_heads": 1, "l2_groups": heads - 1}
     few = _L2_HEADS_FP8 if ITEM_BITS[problem.dtype] == 8 else _L2_HEADS
     if problem.varlen_q:
@@ -235,6 +235,14 @@ def _hopper_forward(plan: "Plan", problem: AttentionProblem, splits: int):
         launches["hopper.varlen_scheduler"] = LaunchSizes(grid, numbers)
         tiles_of = ArraySpec.contiguous((1 + 2 * capacity,), "int32")
         workspaces.append(Workspace("varlen_tiles", tiles_of))
+    if problem.key_ranges:
+        blocks = ceil_div(problem.seqlen_q, CONSUMER_ROWS)
+        entries = seen_entries(problem, CONSUMER_ROWS)
+        numbers = {"blocks": blocks, "entries": entries}
+        grid = (blocks * problem.batch * problem.heads_q, 1, 1)
+        launches["hopper.key_hulls"] = LaunchSizes(grid, numbers)
+        hulls = ArraySpec.contiguous((entries * problem.heads_q, 4), "int32")
+        workspaces.append(Workspace("key_hulls", hulls))
     if isinstance(config, HopperFp8Config):
         more, scratch = _transpose_v(config, problem)
         launches |= more

@@ -223,7 +223,7 @@ _OF_HOPPER = frozenset(
     {"causal", "window", "first_keys", "diagonal", "sink", "softcap", "alibi", "bias"}
     | {"dropout", "varlen", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
     | {"head_dims_differ", "return_lse", "split_kv", "backward", "bias_grad"}
-    | {"deterministic"}
+    | {"deterministic", "key_ranges"}
 )
 _OF_HOPPER_DECODE = frozenset(
     {"causal", "window", "first_keys", "diagonal", "sink", "varlen", "seqused", "paged"}
@@ -235,6 +235,7 @@ _HOPPER_GATES = (
     gates.out_as_in,
     gates.whole_pages,
     gates.aligned_draws,
+    gates.ranges_without_leading_keys,
 )
 
 

@@ -80,7 +80,7 @@ def holds_more_in_order(problem: AttentionProblem) -> bool:
 
 
 def masked(problem: AttentionProblem) -> bool:
-    return problem.mask.bounded
+    return problem.is_masked
 
 
 def eight_bit(problem: AttentionProblem) -> bool:
@@ -93,7 +93,7 @@ def packs(problem: AttentionProblem) -> bool:
     maps have no dim left."""
     score_mods = problem.alibi or problem.bias or problem.dropout_p > 0
     few = problem.seqlen_q <= 64 and 1 < problem.group <= 64
-    return few and not (score_mods or problem.varlen_q)
+    return few and not (score_mods or problem.varlen_q or problem.key_ranges)
 
 
 def packs_in_one(problem: AttentionProblem) -> bool:
@@ -124,11 +124,11 @@ def are_few(tiles: int, keys: int) -> bool:
 
 def uneven(problem: AttentionProblem) -> bool:
     """Whether tiles see few keys, or different numbers: then the start and end of a tile matter."""
-    return problem.mask.left >= 0 or problem.varlen_q
+    return bool(problem.mask.left >= 0 or problem.varlen_q or problem.key_ranges)
 
 
 def uneven_masks(problem: AttentionProblem) -> bool:
-    return problem.mask.bounded and uneven(problem) and no_pages(problem)
+    return problem.is_masked and uneven(problem) and no_pages(problem)
 
 
 def slopes(problem: AttentionProblem) -> bool:

@@ -79,6 +79,13 @@ def aligned_draws(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return None
 
 
+def ranges_without_leading_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Key tiles of ranges are one run, those of leading keys lie before it."""
+    if problem.key_ranges and problem.mask.first:
+        return "key ranges of rows with leading keys beside a window"
+    return None
+
+
 def equal_head_dims(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     """All tiles of the Hopper backward of up to 128 columns have one width."""
     dim, dim_v = problem.head_dim, problem.head_dim_v

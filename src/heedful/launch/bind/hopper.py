@@ -23,6 +23,8 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     calls: list[KernelCall] = []
     if problem.varlen_q:
         calls.append(hopper_groups.varlen_call(problem, config, sizes, buffers, results))
+    if problem.key_ranges:
+        calls.append(hopper_groups.hulls_call(problem, sizes, buffers))
     splits = sizes.num_splits if plan.is_split else None
     call = _forward_call(problem, config, sizes, buffers, results["lse"], splits, plan.short_q > 0)
     calls.append(call)

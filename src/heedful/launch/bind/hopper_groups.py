@@ -6,7 +6,7 @@ from typing import Any
 
 from heedful.core.base.arrays import item_bytes
 from heedful.core.call.problem import AttentionProblem
-from heedful.core.planning.sizes import LaunchSizes, Sizes, work_heads
+from heedful.core.planning.sizes import LaunchSizes, Sizes, ceil_div, seen_entries, work_heads
 from heedful.core.registry.tiles import (
     CONSUMER_ROWS,
     VARLEN_SCHEDULER,
@@ -17,6 +17,7 @@ from heedful.core.registry.tiles import (
 )
 from heedful.kernels.args import hopper as args
 from heedful.kernels.args.kinds import ScoreArray
+from heedful.kernels.args.shared import Tile
 from heedful.launch.bind import groups
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, number, pointer, stride
@@ -42,7 +43,7 @@ def params(
         **scores(problem, buffers),
         kv=groups.kv_layout(problem.page_size, buffers),
         kv_rows=kv_rows(problem, buffers),
-        order=groups.arrays(args.HopperTileOrder, buffers, **groups.scalars(**launch.numbers)),
+        order=_tile_order(problem, launch, buffers),
         split=split,
         stages=_stages(config),
         tile=_tile(problem, config, is_split=split.partials is not None),
@@ -117,6 +118,42 @@ def kv_rows(problem: AttentionProblem, buffers: Buffers) -> args.KVRows:
         k_rows, v_rows = (Scalar(maps.rows_between(buffers[name])) for name in ("k", "v"))
     no_page = maps.no_page(buffers) if problem.page_size else None
     return args.KVRows(k_rows, v_rows, IS_RAGGED=problem.ragged_k, NO_PAGE=no_page)
+
+
+def _tile_order(
+    problem: AttentionProblem, launch: LaunchSizes, buffers: Buffers
+) -> args.HopperTileOrder:
+    blocks = ceil_div(problem.seqlen_q, CONSUMER_ROWS)
+    has_blocks = problem.key_ranges > 0 and not problem.varlen_q
+    entries = Scalar(seen_entries(problem, CONSUMER_ROWS)) if _own_ranges(buffers) else None
+    more = {"hull_entries": entries, "hull_blocks": Scalar(blocks) if has_blocks else None}
+    numbers = groups.scalars(**launch.numbers)
+    return groups.arrays(args.HopperTileOrder, buffers, **numbers, **more)
+
+
+def _own_ranges(buffers: Buffers) -> bool:
+    """Whether heads have key_ranges of their own."""
+    spec = buffers.get("key_ranges")
+    return spec is not None and len(spec.shape) == 4 and spec.steps[1] != 0
+
+
+def hulls_call(problem: AttentionProblem, sizes: Sizes, buffers: Buffers) -> KernelCall:
+    """The kernel that finds what each 64 rows see by their key_ranges."""
+    launch = sizes.launches["hopper.key_hulls"]
+    heads = problem.heads_q if _own_ranges(buffers) else 1
+    grid = (launch.numbers["blocks"] * problem.batch * heads, 1, 1)
+    numbers = groups.scalars(heads=heads, **launch.numbers)
+    block = Tile(*(None,) * len(Tile._fields))
+    parameters = {
+        "io": groups.arrays(args.HullIO, buffers, **numbers),
+        "seqs": groups.sequences(problem, buffers),
+        "shape": groups.shape(problem),
+        "mask": groups.mask(problem, buffers),
+        "tile": block._replace(BLOCK_M=CONSUMER_ROWS, BLOCK_N=1),
+        "IS_BOUNDED": problem.bias,
+    }
+    ref = KernelRef("heedful.kernels.hopper.forward.key_hulls", "key_hulls")
+    return KernelCall(ref, grid, parameters, {"num_warps": 1})
 
 
 def split_kv(problem: AttentionProblem, buffers: Buffers, splits: int | None) -> args.SplitKV:

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from heedful.kernels.common.constants import LN2
 from heedful.kernels.hopper.forward.dropout import drop
 from heedful.kernels.hopper.sm90.block_range import (
+    is_masked,
     n_block_at,
     n_block_count,
     needs_mask,
@@ -72,7 +73,9 @@ def resolve_overflow(q, kv, q_state, kv_state, bias_MN, m_M, l_ML, blocks, param
     references, the sums before, and the factor for these and for the output so far."""
     dtype: gl.constexpr = q.boxes.dtype
     BLOCK_N: gl.constexpr = params.tile.BLOCK_N
-    MASKED: gl.constexpr = params.mask.HAS_RIGHT or params.mask.HAS_LEFT
+    MASKED: gl.constexpr = is_masked(
+        params.mask.HAS_LEFT, params.mask.HAS_RIGHT, params.mask.RANGES
+    )
     s_MN = rescore(q, kv.k, q_state, kv_state.k, BLOCK_N)
     s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j)
     if MASKED:
@@ -122,7 +125,9 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.c
     """
     dtype: gl.constexpr = q.boxes.dtype
     BLOCK_N: gl.constexpr = params.tile.BLOCK_N
-    MASKED: gl.constexpr = params.mask.HAS_RIGHT or params.mask.HAS_LEFT
+    MASKED: gl.constexpr = is_masked(
+        params.mask.HAS_LEFT, params.mask.HAS_RIGHT, params.mask.RANGES
+    )
     IS_NATURAL: gl.constexpr = params.mods.unit is not None
     # A bias can mask keys, too.
     MASKS_ROWS: gl.constexpr = MASKED or IS_NATURAL

@@ -14,6 +14,9 @@ from heedful.kernels.hopper.sm90.compat import aggregate
 from heedful.kernels.hopper.sm90.mma import ROWS
 from heedful.kernels.hopper.sm90.sequences import query_position
 
+# Where rows that see nothing begin to see.
+NOWHERE: gl.constexpr = gl.constexpr(1 << 30)
+
 
 @aggregate
 class NBlockRange:
@@ -38,6 +41,39 @@ class NBlockRange:
 def n_block_range(params, tile, row, rows: gl.constexpr):
     """The key tiles of queries [row, row + rows); `core.call.mask.MaskSpec.key_range` is the same
     on the host."""
+    if params.mask.RANGES:
+        return hull_of_rows(params, tile, row, rows)
+    else:
+        return n_blocks_by_position(params, tile, row, rows)
+
+
+@gluon.jit
+def hull_of_rows(params, tile, row, rows: gl.constexpr):
+    """The key tiles that rows see by their key_ranges, as `key_hulls` stored it."""
+    N: gl.constexpr = params.tile.BLOCK_N
+    entry = tile.seq.token_q // ROWS + tile.batch
+    if params.order.hull_blocks is not None:
+        entry = tile.batch.to(gl.int64) * params.order.hull_blocks
+    if params.order.hull_entries is not None:
+        entry += tile.head.to(gl.int64) * params.order.hull_entries
+    at = params.order.key_hulls + (entry + row // ROWS) * 4
+    begin = gl.to_tensor(NOWHERE)
+    full_begin = gl.to_tensor(0)
+    full_end = gl.to_tensor(NOWHERE)
+    end = gl.to_tensor(0)
+    for i in gl.static_range(rows // ROWS):
+        exists = row + i * ROWS < tile.seq.len_q
+        begin = gl.minimum(begin, gl.load(at + 4 * i, mask=exists, other=NOWHERE))
+        full_begin = gl.maximum(full_begin, gl.load(at + 4 * i + 1, mask=exists, other=0))
+        full_end = gl.minimum(full_end, gl.load(at + 4 * i + 2, mask=exists, other=NOWHERE))
+        end = gl.maximum(end, gl.load(at + 4 * i + 3, mask=exists, other=0))
+    end = gl.cdiv(end, N)
+    return NBlockRange(gl.minimum(begin // N, end), gl.cdiv(full_begin, N), full_end // N, end)
+
+
+@gluon.jit
+def n_blocks_by_position(params, tile, row, rows: gl.constexpr):
+    """`n_block_range` of rows without key_ranges."""
     last = gl.minimum(row + rows, tile.seq.len_q) - 1
     bounds = key_bounds(row, last, tile.seq.off, tile.seq.len_k, params.mask)
     end = gl.where(last < row, 0, gl.cdiv(bounds.stop_last, params.tile.BLOCK_N))
@@ -47,6 +83,12 @@ def n_block_range(params, tile, row, rows: gl.constexpr):
         begin = gl.minimum(bounds.start_first // params.tile.BLOCK_N, end)
         full_begin = gl.cdiv(bounds.start_last, params.tile.BLOCK_N)
     return NBlockRange(begin, full_begin, bounds.stop_first // params.tile.BLOCK_N, end)
+
+
+@gluon.constexpr_function
+def is_masked(HAS_LEFT, HAS_RIGHT, RANGES):
+    """Whether any row may see less than all keys of its sequence."""
+    return bool(HAS_LEFT or HAS_RIGHT or RANGES)
 
 
 @gluon.jit

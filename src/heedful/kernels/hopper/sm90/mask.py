@@ -67,6 +67,75 @@ def mask_outside(s_MN, start_M, stop_M, FILL: gl.constexpr = float("-inf")):
         return s_MN
 
 
+@gluon.constexpr_function
+def _outside_both(keys, value):
+    """As `_outside`, for keys outside of two ranges: of each the first key to show and the first to
+    mask, of two rows."""
+    count = keys // 2
+    fill = {float("-inf"): "0fFF800000", 0.0: "0f00000000"}[value]
+    lines = [
+        "{ .reg .pred p, q; .reg .b32 t, b<8>; mov.u32 t, %laneid; and.b32 t, t, 3;"
+        " shl.b32 t, t, 1;"
+    ]
+    lines += [f"sub.s32 b{i}, ${2 * count + i}, t;" for i in range(8)]
+    for i in range(count):
+        row, column = i // 2 % 2, i // 4 * 8 + i % 2
+        lines.append(
+            f"setp.le.s32 p, b{row}, {column}; setp.gt.and.s32 p, b{2 + row}, {column}, p;"
+        )
+        lines.append(f"setp.le.s32 q, b{4 + row}, {column};")
+        lines.append(f"setp.gt.and.s32 q, b{6 + row}, {column}, q; or.pred p, p, q;")
+        lines.append(f"selp.f32 ${i}, ${count + i}, {fill}, p;")
+    return " ".join(lines) + " }"
+
+
+@gluon.jit
+def mask_outside_both(s_MN, start_M, stop_M, start2_M, stop2_M, FILL: gl.constexpr):
+    """As `mask_outside`, for keys outside of both [start, stop) and [start2, stop2)."""
+    if HAS_INLINE_ASM:
+        text: gl.constexpr = _outside_both(s_MN.shape[1], FILL)
+        operands = (s_MN, start_M, stop_M, start2_M, stop2_M)
+        return inline_asm(text, ("=&f", "f", "r", "r", "r", "r"), operands, s_MN.type, is_pure=True)
+    else:
+        key_N = gl.arange(0, s_MN.shape[1], layout=gl.SliceLayout(0, s_MN.type.layout))[None, :]
+        in_first = (key_N >= start_M[:, None]) & (key_N < stop_M[:, None])
+        in_second = (key_N >= start2_M[:, None]) & (key_N < stop2_M[:, None])
+        return gl.where(in_first | in_second, s_MN, FILL)
+
+
+@gluon.jit
+def range_bounds(at_M, exists_M, least_M, stop_M, col):
+    """(first key to show, first key to mask) of the ranges at these addresses, counted from `col`
+    on. least_M, stop_M: bounds on both, counted so."""
+    start_M = gl.maximum(gl.load(at_M, mask=exists_M, other=0), 0) - col
+    end_M = gl.maximum(gl.load(at_M + 1, mask=exists_M, other=0), 0) - col
+    return gl.maximum(start_M, least_M), gl.minimum(end_M, stop_M)
+
+
+@gluon.jit
+def mask_ranges(
+    s_MN, diagonal_M, stop_M, params, tile, row, col, FILL: gl.constexpr = float("-inf")
+):
+    """Scores with keys outside of the rows' key_ranges, and of the window, set to FILL. stop_M:
+    the first key to mask by position, counted from `col` on, as diagonal_M is."""
+    M: gl.constexpr = s_MN.shape[0]
+    rows_M = row + gl.arange(0, M, layout=gl.SliceLayout(1, s_MN.type.layout))
+    exists_M = rows_M < tile.seq.len_q
+    base = params.mask.ranges.ptr + tile.batch.to(gl.int64) * params.mask.ranges.stride_b
+    base += tile.head.to(gl.int64) * params.mask.ranges.stride_h
+    base += tile.seq.token_q.to(gl.int64) * params.mask.ranges.stride_m
+    at_M = base + rows_M * params.mask.ranges.stride_m
+    least_M = gl.full([M], 0, gl.int32, gl.SliceLayout(1, s_MN.type.layout))
+    if params.mask.HAS_LEFT:
+        least_M = diagonal_M - params.mask.left
+    start_M, end_M = range_bounds(at_M, exists_M, least_M, stop_M, col)
+    if params.mask.RANGES == 1:
+        return mask_outside(s_MN, start_M, end_M, FILL)
+    else:
+        start2_M, end2_M = range_bounds(at_M + 2, exists_M, least_M, stop_M, col)
+        return mask_outside_both(s_MN, start_M, end_M, start2_M, end2_M, FILL)
+
+
 @gluon.jit
 def apply_mask(s_MN, keys, params, tile, row, j, FILL: gl.constexpr = float("-inf")):
     """Scores or probabilities of query rows from `row` on and key tile j, with unseen keys set to
@@ -79,7 +148,9 @@ def apply_mask(s_MN, keys, params, tile, row, j, FILL: gl.constexpr = float("-in
     diagonal_M = place_M + (query_position(params, row) + tile.seq.off - col)
     if params.mask.HAS_RIGHT:
         stop_M = gl.minimum(stop_M, diagonal_M + (params.mask.right + 1))
-    if not params.mask.HAS_LEFT:
+    if params.mask.RANGES:
+        return mask_ranges(s_MN, diagonal_M, stop_M, params, tile, row, col, FILL)
+    elif not params.mask.HAS_LEFT:
         return mask_outside(s_MN, None, stop_M, FILL)
     elif params.tile.V_TRANSPOSED:
         # fp8 masks few tiles, where a branch for each bound would cost more than both bounds do.
