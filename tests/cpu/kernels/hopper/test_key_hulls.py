@@ -1,4 +1,4 @@
-"""What 64 rows see by their key_ranges, as the kernel before a Hopper forward stores it, run by
+"""The keys that 64 rows see by their key_ranges, as the kernel before a Hopper forward stores it, run by
 Triton's interpreter.
 
 They run in a process of their own: see `support.runs.interpreted`.

@@ -1,4 +1,4 @@
-"""What each 64 query rows see by their key_ranges, for the Hopper forward.
+"""For the Hopper forward: which keys each 64 query rows see by their key_ranges.
 
 The kernel is `key_hulls`, launched before a forward. An entry has four numbers of keys: the rows
 see keys from the first to before the last, and each of them sees every key from the second to
