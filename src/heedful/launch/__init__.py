@@ -1,2 +1,2 @@
-"""From a plan to launches; this folder itself holds what users call, what a launch is (`spec`) and
-what compiles it (`compiler`). May import `core` and `kernels.args`."""
+"""From a plan to launches. The modules of this folder itself define a launch (`spec`), compile it
+(`compiler`), and have the functions that users call. May import `core` and `kernels.args`."""

@@ -57,7 +57,7 @@ def _find_or_compile(call: KernelCall, arch: str) -> Artifact:
 
 
 def compile_now(call: KernelCall, arch: str) -> Artifact:
-    """The kernel compiled anew, by the Triton that `core.base.installed.compiler` gives.
+    """The kernel, compiled by the Triton of `core.base.installed.compiler`, whatever caches have.
 
     Raises CompileError, naming the kernel.
     """

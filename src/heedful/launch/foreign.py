@@ -1,4 +1,4 @@
-"""A program as a launcher of another framework needs it: compiled text, sizes, parameters.
+"""A program for a launcher of another framework: compiled text, sizes, parameters.
 
 No framework is imported. Made for jaxlib's Triton kernel calls; any launcher that takes PTX or a
 code object and an ordered parameter list can use it.

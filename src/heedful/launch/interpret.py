@@ -1,6 +1,6 @@
 """Runs a Program on torch CPU tensors through Triton's interpreter: no GPU and no compiler.
 
-Set TRITON_INTERPRET=1 before anything imports a kernel module. The interpreter is right for
+Set TRITON_INTERPRET=1 before anything imports a kernel module. The interpreter is correct for
 float32 and float16 only: its bfloat16 dot multiplies bit patterns.
 """
 
@@ -34,7 +34,7 @@ def interpret(program: Program, tensors: Mapping[str, Any]) -> dict[str, Any]:
         spec = workspace.buffer
         scratch[workspace.name] = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
         if not workspace.zeroed:
-            # Poison: what a kernel reads before writing shows.
+            # Poison: a kernel that reads scratch before it writes it gives NaN.
             poison = float("nan") if scratch[workspace.name].is_floating_point() else -1
             scratch[workspace.name].fill_(poison)
     arrays = {**tensors, **scratch}
@@ -69,11 +69,11 @@ def run_call(call: KernelCall, arrays: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _patched_once() -> Iterator[None]:
-    """While it is open, the language is patched once, what is not asserted is not computed, and
-    nothing waits: for the kernel ahead, or in assembly for stores.
-    Triton patches all of it anew for every call of a function within a kernel, which takes half of
-    the time. Without debug it drops the assertion that no sum of integers overflows after it has
-    computed what would be asserted, a third of the rest; its compilers leave that out, too."""
+    """Within it, the language is patched once, conditions of assertions that are off are not
+    computed, and waits (for the kernel ahead, or in assembly for stores) do nothing. Triton's
+    interpreter patches the language for every call of a function within a kernel, which takes half
+    of the time. It computes the condition that no sum of integers overflows even without debug,
+    which takes a third of the rest; compiled kernels leave that out, too."""
     from triton.language import dtype
     from triton.language.extra import cuda
     from triton.runtime import interpreter
@@ -92,7 +92,7 @@ def _patched_once() -> Iterator[None]:
         return patch(function)
 
     def known_dtype(kind: Any) -> Any:
-        """Asked of scalars, the interpreter makes a table of all each time."""
+        """The dtype of a scalar. The interpreter makes a table of all dtypes each time."""
         return of_scalar(kind) if type(kind) is dtype else numpy_dtype(kind)
 
     def wait(asm: str, _constraints: str, values: list, *_rest: Any) -> Any:

@@ -22,7 +22,7 @@ from heedful.launch.worker.pool import at_once
 
 
 def compiling() -> Toolchain:
-    """The newest of all, but for the Triton that is here to compile."""
+    """The newest versions of everything but Triton, whose version is the one that compiles here."""
     found = installed.compiler()
     return Toolchain(triton=found.numbers) if found else Toolchain()
 
@@ -33,8 +33,8 @@ def kernels(
     """Kernel key -> (call, arch) of every distinct kernel that the entries need on the devices,
     and `Variant.packed_as` of what they belong to.
 
-    An entry that was recorded on a device of the same architecture is planned for the figures of
-    that one. Raises ValueError where no kernel can run an entry.
+    An entry that was recorded on a device of the same architecture is planned for that device.
+    Raises ValueError where no kernel can run an entry.
     """
     found, packed = {}, set()
     for device in devices:

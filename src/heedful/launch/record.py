@@ -1,9 +1,10 @@
-"""Recording which problems a run needs, and reading such lists: what `heedful prebuild` compiles.
+"""Records which problems a run needs, and reads such lists: `heedful prebuild` compiles them.
 
 A list is JSON: {"format": 1, "problems": [{"problem": {...}, "direction": "forward", "buffers":
-{...} or null, "device": {...} or null}, ...]}. By hand, "problem" and perhaps "direction" are
-enough: what is left out is the default, arrays are contiguous. A "step" gives a cache new keys
-before its forward (`launch.program.programs.step`); it has its "buffers" and "options".
+{...} or null, "device": {...} or null}, ...]}. In a list written by hand "problem" and perhaps
+"direction" are enough: missing facts have their defaults, and arrays are contiguous. The direction
+"step" is a forward that first extends a cache (`launch.program.programs.step`); it needs "buffers"
+and "options".
 """
 
 import json
@@ -29,8 +30,8 @@ DIRECTIONS = ("forward", "backward", "step")
 
 @dataclass(frozen=True)
 class Entry:
-    """One direction of one problem, with the arrays and the device it was seen with. options: what
-    a step takes beside."""
+    """One direction of one problem, with the arrays and the device of the recorded call. options:
+    the further arguments of a step."""
 
     problem: AttentionProblem
     direction: str
@@ -50,7 +51,7 @@ class Entry:
 
     @classmethod
     def from_json(cls, facts: dict) -> "Entry":
-        """Raises ValueError or TypeError for what no Entry can be."""
+        """Raises ValueError or TypeError for facts that are no entry."""
         given = dict(facts["problem"])
         given["mask"] = MaskSpec(**given.get("mask", {}))
         problem = AttentionProblem.dense(**given)
@@ -71,7 +72,7 @@ class Entry:
 
 
 def _facts(spec: ArraySpec) -> dict:
-    """An array as a list states it: not where it was."""
+    """An array as a list states it, without its device."""
     return {name: getattr(spec, name) for name in ("shape", "strides", "dtype", "aligned")}
 
 
@@ -86,7 +87,7 @@ _recorders: list[dict[str, Entry]] = []
 
 
 def note(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec], **options: Any) -> None:
-    """Called wherever a program is bound: adds it to every recording under way."""
+    """Adds an entry to every open recording; called wherever a program is bound."""
     if not _recorders:
         return
     entry = Entry(plan.problem, direction, dict(buffers), plan.device, options)
@@ -100,8 +101,8 @@ def note(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec], **options
 def record(path: str | os.PathLike) -> Iterator[None]:
     """Writes the list of problems that the calls inside need, for `heedful prebuild`.
 
-    Calls that this process has prepared before are not seen: record from a fresh process. Calls on
-    a CPU compile nothing: of these alone the list is empty, which a warning says.
+    Calls that this process made before are not recorded: use a fresh process. Calls on a CPU
+    compile nothing: if there were no others, the list is empty, and a warning says so.
 
     Raises:
         OSError: nothing can be written there, before any call is made.

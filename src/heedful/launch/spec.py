@@ -56,8 +56,8 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """A TMA descriptor over the array named `buffer`, seen with this shape and these strides
-    (elements; last stride 1), in boxes of `block`. `layout` is the repr of the Gluon shared-memory
+    """A TMA descriptor over the array named `buffer`, with this shape and these strides (in
+    elements; the last is 1), in boxes of `block`. `layout` is the repr of the Gluon shared-memory
     layout that a box is written in."""
 
     buffer: str
@@ -75,7 +75,7 @@ class TensorMap:
 
 Argument = Pointer | Scalar | TensorMap
 _ARGUMENTS = frozenset((Pointer, Scalar, TensorMap))
-# Dotted name, leaf, and what it is declared as.
+# Dotted name, leaf, and its declared kind.
 Leaf = tuple[str, Any, Kind | None]
 
 
@@ -93,13 +93,11 @@ class KernelCall:
     """One kernel launch.
 
     parameters: the value of each parameter of the kernel: a group of `kernels.args`, an argument,
-    or a constant, which for an absent operand is None.
-    options: num_warps, num_stages and other compile options.
-    cluster: programs that share their shared memory. programmatic: the launch may begin before the
-    one before it has ended; the kernel waits where it has to (programmatic dependent launch).
-    cooperative: all programs are at work at once, or the launch fails.
-
-    Raises TypeError for a leaf that its field does not declare.
+    or a constant, which for an absent operand is None. options: num_warps, num_stages and other
+    compile options. cluster: programs that share their shared memory. programmatic: the launch may
+    begin before the previous one has ended, and the kernel waits where it must (programmatic
+    dependent launch). cooperative: all programs run at once, or the launch fails. Raises TypeError
+    for a leaf that its field does not declare.
     """
 
     kernel: KernelRef
@@ -109,8 +107,7 @@ class KernelCall:
     cluster: int = 1
     programmatic: bool = False
     cooperative: bool = False
-    # The leaves by dotted names: those given at run time, and those that the kernel is compiled
-    # for.
+    # The leaves by dotted names: those that are passed at run time, and constants.
     arguments: Mapping[str, Argument] = field(init=False)
     constants: Mapping[str, object] = field(init=False)
 
@@ -143,7 +140,7 @@ class KernelCall:
 
     @property
     def reads(self) -> frozenset[str]:
-        """Names of the buffers that the kernel reads as they were before the launch."""
+        """Names of the buffers whose contents before the launch the kernel reads."""
         return self._buffers({Kind.READ, Kind.READ_AND_WRITTEN})
 
     @property
@@ -163,7 +160,7 @@ class KernelCall:
 
 
 def _check_kind(name: str, leaf: Argument, kind: Kind | None) -> None:
-    """TypeError if a field that holds this kind of leaf holds another."""
+    """TypeError if a leaf is not of the kind that its field declares."""
     if kind is None:
         return
     if kind is Kind.CONSTANT or isinstance(leaf, Scalar) is not (kind is Kind.NUMBER):
@@ -185,8 +182,8 @@ def declared(group: type) -> tuple[tuple[str, Kind | None, tuple[type, ...]], ..
 def leaves(name: str, value: Any, kind: Kind | None = None) -> list[Leaf]:
     """Every leaf of a parameter, in order. A leaf outside of a group has no declaration.
 
-    Raises TypeError for a group of another class than its field's, or that the kernel's declaration
-    does not say to be read or written.
+    Raises TypeError for a group of another class than its field's, or without a declaration that it
+    is read or written.
     """
     if not is_group(value):
         return [(name, value, kind)]
@@ -213,7 +210,7 @@ def is_group(value: object) -> bool:
 
 
 def absent(group: type[Group]) -> Group:
-    """A group for operands that a call lacks: each member is None. A kernel checks one of them."""
+    """A group for operands that a call lacks: each field is None. A kernel tests one of them."""
     return group(*(absent(inner[0]) if inner else None for _, _, inner in declared(group)))
 
 
@@ -233,8 +230,8 @@ def map_leaves(
 
 
 def promise(argument: Argument) -> int:
-    """The multiple that the compiler may take this argument's value to be: bytes of an address, or
-    the value of a scalar."""
+    """The number of which the compiler may assume that the argument is a multiple: in bytes for an
+    address."""
     match argument:
         case Pointer(aligned=True):
             return 16
@@ -261,6 +258,6 @@ class Program:
 
 
 def _with_leaves(call: KernelCall, make: Callable[[str, Any, tuple[int, ...]], Any]) -> KernelCall:
-    """The launch with other leaves: see `map_leaves`."""
+    """The launch with its leaves replaced: see `map_leaves`."""
     parameters = {name: map_leaves(name, x, make) for name, x in call.parameters.items()}
     return replace(call, parameters=parameters)

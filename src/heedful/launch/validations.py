@@ -1,7 +1,7 @@
 """The record that this machine passed `heedful validate`: a small JSON file in the cache folder.
 
-It speaks for one device name and architecture, one version of heedful, one state of the kernels'
-sources and one compiler; for anything else it is as if it were not there.
+It holds for one device name and architecture, one version of heedful, one state of the kernels'
+sources and one compiler, and counts for nothing else.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ log = logging.getLogger("heedful.validation")
 
 
 def sources() -> str:
-    """SHA-256 over the sources of every kernel, whatever backend they are of."""
+    """SHA-256 over the sources of all kernels."""
     folders = sorted(p.name for p in Path(heedful.kernels.__file__).parent.iterdir() if p.is_dir())
     digests = [
         identity.source_digest(f"heedful.kernels.{name}")
@@ -44,7 +44,7 @@ def _key(device: DeviceSpec) -> dict[str, str]:
 
 
 def path_of(device: DeviceSpec) -> Path:
-    """Where the record of such a device is kept. Raises FileNotFoundError without a home folder."""
+    """The path of the record for such a device. Raises FileNotFoundError without a home folder."""
     cache_dir = settings.get("cache_dir")
     if cache_dir is None:
         raise FileNotFoundError("there is no home folder: set HEEDFUL_CACHE_DIR")
@@ -69,7 +69,7 @@ def write(device: DeviceSpec, backends: frozenset[str], date: str) -> Path:
 
 
 def remove(device: DeviceSpec) -> None:
-    """Forgets what was recorded of such a device."""
+    """Removes the record for such a device."""
     with suppress(FileNotFoundError):
         path = path_of(device)
         if not settings.get("cache_read_only"):
@@ -79,8 +79,8 @@ def remove(device: DeviceSpec) -> None:
 
 
 def validated(device: DeviceSpec) -> frozenset[str]:
-    """The backends that passed on such a device of this machine; empty without a record that is
-    trusted and speaks of what is installed now. Read once a process."""
+    """The backends that passed on such a device of this machine; empty without a trusted record for
+    what is installed now. Read once in a process."""
     try:
         return _read(device, path_of(device))
     except FileNotFoundError:

@@ -1,2 +1,2 @@
-"""The argument order of every kernel: one module per backend, and nothing else knows it. May
-import `launch.spec`."""
+"""Programs from plans: the arguments of every kernel, in one module for each family. No other code
+knows a kernel's parameters. May import `launch.spec`."""

@@ -15,10 +15,10 @@ GENERATIONS = {"gfx942": 3, "gfx950": 4}
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
-    """out, and lse if there is such a buffer; several splits of the keys give partial results,
-    which the portable merge combines."""
+    """The launches that compute out, and lse if there is such a buffer. If the keys are split, they
+    store partial results, which the portable merge combines."""
     sizes = plan.sizes()
-    # Tokens of no sequence have no program of the attention kernel.
+    # No program of the attention kernel handles tokens of no sequence.
     cleared = [portable.clear_outside_call(problem, buffers)] if problem.varlen_q else []
     buffers = with_scratch(buffers, sizes)
     merge = [portable.combine_call(buffers)] if plan.is_split else []
@@ -49,5 +49,6 @@ def _call(problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers)
 
 
 def _divisor(spec: ArraySpec) -> int:
-    """The divisor of strides: loads are 16 bytes wide, as the gate promises."""
+    """A divisor of all strides, in elements: loads are 16 bytes wide, and a gate has checked that
+    strides allow them."""
     return 16 // min(item_bytes(spec.dtype), 2)

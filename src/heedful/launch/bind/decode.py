@@ -18,13 +18,13 @@ from heedful.launch.bind.portable import (
 )
 from heedful.launch.spec import KernelCall, Program, absent
 
-# One query of four heads, the most common step.
+# One query with four heads per KV head, the most common step.
 FEWEST_ROWS = 4
 KERNEL = "decode.forward"
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
-    """out, and lse if there is such a buffer."""
+    """The launches that compute out, and lse if there is such a buffer."""
     if problem.varlen_q and not problem.batch:
         return Program((clear_outside_call(problem, buffers),), plan.sizes().workspaces)
     return split_kv.forward(problem, plan, buffers, decode_call)
@@ -42,8 +42,8 @@ def decode_call(
     buffers: Buffers,
     append: CacheAppend | None = None,
 ) -> KernelCall:
-    """The kernel, over all sequences or over those that the plan says are short. append: what goes
-    into the cache first."""
+    """The kernel's launch, for all sequences or for the short ones, as the plan says. append: the
+    group of new keys and values, if it writes them into the cache first."""
     launch, config = sizes.launches[KERNEL], plan.configs[KERNEL]
     assert isinstance(config, DecodeConfig)
     divisor = shared_divisor(buffers, ("q", "k", "v", "out"))
@@ -72,7 +72,8 @@ def decode_call(
 
 
 def _cache(problem: AttentionProblem, buffers: Buffers, is_written: bool) -> KVLayout:
-    """Pages of a power of two keys are known when compiling: a division less for each key."""
+    """The cache's group. Page sizes that are powers of two are constants, which saves a division
+    for each key."""
     cache = groups.kv_layout(problem.page_size, buffers, is_written)
     size = problem.page_size
     return cache._replace(page_size=size) if size and size & (size - 1) == 0 else cache
@@ -117,19 +118,19 @@ def _tile(problem: AttentionProblem, config: DecodeConfig) -> DecodeTile:
 
 
 def loads_once(problem: AttentionProblem) -> bool:
-    """Whether values are taken from keys: they are there, a power of two of them, and no group has
-    a scale of its own."""
+    """Whether values are read as a part of keys: they lie there, have a power of two columns, and
+    no scales of groups."""
     dim = problem.head_dim_v
     return problem.v_in_k and not problem.kv_group and dim >= 64 and not dim & (dim - 1)
 
 
 def _rows(problem: AttentionProblem, config: DecodeConfig) -> int:
-    """The fewest that are worth their own case of lengths, or the tile's."""
+    """Rows of a tile: one of the few numbers that have separate kernels, or the config's."""
     return FEWEST_ROWS if problem.seqlen_q * problem.group <= FEWEST_ROWS else config.block_m
 
 
 def values(problem: AttentionProblem) -> int:
-    """Stored values of a word."""
+    """How many stored values a word has."""
     return 16 // ITEM_BITS[problem.kv_dtype]
 
 
@@ -138,7 +139,8 @@ def _words(problem: AttentionProblem, dim: int, slices: int) -> int:
 
 
 def slices(problem: AttentionProblem, dim: int) -> int:
-    """How many products a row of keys or values is: one for each scale, if each has 16 words."""
+    """How many products a row of keys or values takes: one for each scale, if its group fills 16
+    words."""
     group, each = problem.kv_group, values(problem)
     words = group // each
     if not group or group >= dim or group % each or words < 16 or words & (words - 1):

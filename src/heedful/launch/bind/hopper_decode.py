@@ -25,7 +25,7 @@ _REF = KernelRef("heedful.kernels.hopper.decode.kernel", "decode", "gluon")
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
-    """out, and lse if there is such a buffer."""
+    """The launches that compute out, and lse if there is such a buffer."""
     return split_kv.forward(problem, plan, buffers, decode_call)
 
 
@@ -41,8 +41,8 @@ def decode_call(
     buffers: Buffers,
     append: CacheAppend | None = None,
 ) -> KernelCall:
-    """The kernel, over all sequences or over those that the plan says are short. append: what goes
-    into the cache first."""
+    """The kernel's launch, for all sequences or for the short ones, as the plan says. append: the
+    group of new keys and values, if it writes them into the cache first."""
     launch, config = sizes.launches[KERNEL], plan.configs[KERNEL]
     assert isinstance(config, HopperDecodeConfig)
     divisor = shared_divisor(buffers, ("q", "out"))

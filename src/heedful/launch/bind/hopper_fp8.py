@@ -21,7 +21,7 @@ from heedful.launch.spec import KernelCall, KernelRef, Pointer, Program, Scalar,
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
-    """out, and lse if there is such a buffer."""
+    """The launches that compute out, and lse if there is such a buffer."""
     sizes, config = plan.sizes(), plan.configs["hopper.fp8_forward"]
     assert isinstance(config, HopperFp8Config)
     buffers = with_scratch(buffers, sizes)
@@ -99,8 +99,8 @@ def _maps(
 
 
 def _transpose(problem: AttentionProblem, launch: LaunchSizes, buffers: Buffers) -> TransposeV:
-    """The arguments of the attention kernel's warps that transpose V: in tiles of V_T_KEYS x
-    V_T_DIMS, of the KV heads of which the attention works on the query heads."""
+    """The arguments of the attention kernel's warps that transpose V, in tiles of V_T_KEYS x
+    V_T_DIMS."""
     dim = tile_dim(problem.head_dim_v)
     tiles = buffers["v_t"].shape[-1] // V_T_KEYS * (dim // V_T_DIMS)
     l2_heads, l2_groups = launch.numbers["l2_heads"], launch.numbers["l2_groups"]

@@ -1,4 +1,5 @@
-"""The groups of arguments that only Hopper kernels have, and the kernel before packed queries."""
+"""Fills the groups of arguments that only Hopper kernels have; and the launch of the varlen
+scheduler."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +26,8 @@ from heedful.launch.spec import KernelCall, KernelRef, Scalar, TensorMap
 
 
 def io(found: Mapping[str, TensorMap], buffers: Buffers, lse: str) -> args.HopperIO:
-    """found: the maps of q, k, v and out. lse: the buffer of a log-sum-exp, if there is one."""
+    """The group of arrays. found: the tensor maps of q, k, v and out. lse: the name of the
+    log-sum-exp's buffer, if there is one."""
     return args.HopperIO(**found, lse=pointer(buffers, lse))
 
 
@@ -52,8 +54,8 @@ def params(
 
 
 def scores(problem: AttentionProblem, buffers: Buffers) -> dict[str, Any]:
-    """The modifiers of scores. Where there are none, the kernels are compiled without leading keys
-    and dropout."""
+    """The group of score modifiers. Calls without any run kernels that are compiled without leading
+    keys and dropout."""
     mask, dropout = groups.mask(problem, buffers), groups.dropout(problem, buffers)
     if problem.mask.first == 0:
         mask = mask._replace(first=None)
@@ -81,7 +83,7 @@ def _score_mods(problem: AttentionProblem, buffers: Buffers) -> args.HopperScore
     alibi, has_bias = buffers.get("alibi_slopes"), "bias" in buffers
     unit = problem.softcap if problem.softcap > 0 else problem.scale
     is_natural = has_bias or (alibi is not None and problem.dtype == "float16")
-    # Dense sequences are as long as the bias says.
+    # The bias has a row and a column for each query and key of dense sequences.
     may_differ = has_bias and (problem.varlen_q or problem.varlen_k or problem.page_size)
     return args.HopperScoreMods(
         scale_log2=number(scale),
@@ -103,7 +105,7 @@ def _bias(buffers: Buffers) -> ScoreArray:
     if bias is None:
         return ScoreArray(None, None, None, None, None)
     b, h, m, n = bias.steps
-    # Neighbouring keys are then one load.
+    # One load then reads neighbouring keys.
     is_wide = bias.aligned and n == 1 and all(s % 8 == 0 for s in (b, h, m))
     strides = (stride(s, 8 if is_wide else 1) for s in (b, h, m))
     last = 1 if is_wide else stride(n)
@@ -111,7 +113,7 @@ def _bias(buffers: Buffers) -> ScoreArray:
 
 
 def kv_rows(problem: AttentionProblem, buffers: Buffers) -> args.KVRows:
-    """How maps of keys and values number their rows."""
+    """The group that says how tensor maps of keys and values number their rows."""
     # Packed: there is one batch entry.
     k_rows, v_rows = 0, 0
     if problem.ragged_k and not problem.varlen_k:
@@ -157,8 +159,8 @@ def hulls_call(problem: AttentionProblem, sizes: Sizes, buffers: Buffers) -> Ker
 
 
 def split_kv(problem: AttentionProblem, buffers: Buffers, splits: int | None) -> args.SplitKV:
-    """Partial results of so many splits of the keys; None: they are not split. Either may have a
-    rest."""
+    """The group of partial results. splits: how many the keys have; None without. The results may
+    have a rest in either case."""
     if splits is None:
         return args.SplitKV(None, pointer(buffers, "rest"), None, None, None)
     return args.SplitKV(
@@ -186,7 +188,7 @@ def _tile(problem: AttentionProblem, config: HopperConfig, is_split: bool) -> ar
         config,
         TAIL_D=is_16_bit and config.tail_d,
         TAIL_E=is_16_bit and config.tail_e,
-        # Partial results take no such way.
+        # Partial results are not stored through a tensor map.
         OUT_IN_Q=is_16_bit and config.out_in_q and not is_split,
         V_TRANSPOSED=not is_16_bit,
         PREFETCHES_TILE=isinstance(config, HopperFp8Config) and config.prefetches_tile,
@@ -207,21 +209,21 @@ def varlen_call(
     buffers: Buffers,
     results: Mapping[str, str],
 ) -> KernelCall:
-    """The kernel that runs before the attention kernel for packed queries: their tiles put in
-    order, and tokens of no sequence cleared in `results`, the buffers of "lse", perhaps one for
-    each split of the keys, and of "out" or none."""
+    """The launch of the varlen scheduler, before the attention kernel: it lists the tiles of packed
+    queries in order, and clears tokens of no sequence in `results`: the buffers of "lse", which may
+    have a dim of splits, and of "out", if it is there."""
     launch = sizes.launches["hopper.varlen_scheduler"]
     out = buffers[results["out"]] if "out" in results else None
     row = head = None
     if out is not None:
-        # Maps want rows and heads that begin at multiples of 16 bytes.
+        # Tensor maps require rows and heads that begin at multiples of 16 bytes.
         divisor = maps.STRIDE_BYTES // item_bytes(problem.out_dtype)
         row, head = (stride(maps.stride(out, axis), divisor) for axis in (0, 1))
     counts = {
         "total_q": buffers["q"].shape[0],
         "total_k": buffers["k"].shape[0],
         "batch": problem.batch,
-        # Those of every split lie one after the other.
+        # Those of all splits lie one after the other.
         "heads": problem.heads_q * (1 if out is not None else sizes.num_splits),
     }
     return schedule_call(

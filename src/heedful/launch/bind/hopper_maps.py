@@ -27,7 +27,7 @@ def layout(spec: ArraySpec, rank: int, width: int) -> str:
 
 
 def dense_map(name: str, spec: ArraySpec, rows: int, dim: int) -> Map:
-    """(B, S, H, D) seen as (B, H, S, D): reads past a sequence are zeros, writes are dropped."""
+    """(B, S, H, D) as (B, H, S, D): reads past a sequence give zeros, writes there are dropped."""
     order = (0, 2, 1, 3)
     shape = tuple(spec.shape[axis] for axis in order)
     strides = tuple(stride(spec, axis) for axis in order)
@@ -35,8 +35,8 @@ def dense_map(name: str, spec: ArraySpec, rows: int, dim: int) -> Map:
 
 
 def grouped_map(name: str, spec: ArraySpec, group: int, pack: int, dim: int) -> Map:
-    """(B, S, H, D) seen as (B, G, S, H / G, D): boxes of all query heads of a KV head, `pack` rows
-    a position; rows beyond the group are out of bounds."""
+    """(B, S, H, D) as (B, G, S, H / G, D): a box has all query heads of a KV head, in `pack` rows
+    for each position; rows beyond the group are out of bounds."""
     batch, heads = spec.shape[0], spec.shape[2] // group
     of_batch, of_row, of_head = (stride(spec, axis) for axis in range(3))
     return Map(
@@ -57,8 +57,8 @@ def packed_map(name: str, spec: ArraySpec, rows: int, dim: int) -> Map:
     2^30 (2^34 - s) + e s + (2^30 - n + r) s = 2^64 + (e - n + r) s elements, and addresses wrap.
     The trick is that of Triton's `tools/ragged_tma.py`.
 
-    (B, S, H, D) is seen so too, its batch entries `rows_between` rows apart. A box that would end
-    after the last of them is out of bounds.
+    (B, S, H, D) is mapped likewise, with batch entries `rows_between` rows apart. A box that would
+    end after the last of them is out of bounds.
     """
     tokens, heads = row_stride(spec), stride(spec, -2)
     far = end = 0x7FFF0000
@@ -74,13 +74,14 @@ def packed_map(name: str, spec: ArraySpec, rows: int, dim: int) -> Map:
     )
 
 
-# A bound that most caches' pages stay below: kernels are compiled for it.
+# Most caches have fewer pages: kernels are compiled for this bound.
 MANY_PAGES = 1 << 20
 
 
 def no_page(buffers: Mapping[str, ArraySpec]) -> int:
-    """A power of two that no page of k and v reaches; rows of so many pages have 31-bit numbers.
-    It is past all pages, of whose rows there are fewer than 2^30 (`AttentionProblem.even_rows`)."""
+    """A page number that does not exist: a power of two above those of all pages. Its rows still
+    have 31-bit numbers, since the pages have fewer than 2^30 rows
+    (`AttentionProblem.even_rows`)."""
     pages = buffers["k"].shape[0]
     rows = max(1, *(rows_between(buffers[name]) for name in ("k", "v")))
     most = 1 << ((1 << 31) // rows).bit_length() - 1
@@ -88,8 +89,8 @@ def no_page(buffers: Mapping[str, ArraySpec]) -> int:
 
 
 def row_stride(spec: ArraySpec) -> int:
-    """The stride of the rows of (B, S, H, D) or (T, H, D), of which a batch entry's is a multiple
-    if there is one row in each."""
+    """The stride of the rows of (B, S, H, D) or (T, H, D). If batch entries have one row each, it
+    is the batch stride."""
     if len(spec.shape) == 4 and spec.shape[1] == 1 and spec.shape[0] > 1:
         return spec.strides[0] or _least_stride(spec)
     return stride(spec, -3)
@@ -105,7 +106,7 @@ def stride(spec: ArraySpec, axis: int) -> int:
     if isinstance(own, Symbol):
         step = own.step
     if isinstance(chosen, Symbol) and step > 0 and step % least == 0:
-        # It is of account or may be anything, by the lengths: one number less to work out.
+        # Whether it matters depends on the lengths; one expression serves both.
         return own
     return chosen
 
@@ -115,6 +116,6 @@ def _least_stride(spec: ArraySpec) -> int:
 
 
 def rows_between(spec: ArraySpec) -> int:
-    """Rows from one batch entry or page of (B, S, H, D) to the next, for a map of rows alone. A
-    whole number, as the planner has seen to (`AttentionProblem.even_rows`)."""
+    """Rows from one batch entry or page of (B, S, H, D) to the next, for a map that has rows but no
+    batch dim. The planner has checked that it is a whole number (`AttentionProblem.even_rows`)."""
     return 0 if spec.shape[0] == 1 else spec.strides[0] // row_stride(spec)

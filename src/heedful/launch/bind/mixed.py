@@ -1,8 +1,7 @@
-"""Programs of batches whose sequences have few queries or many: those of many run the Hopper
-forward, those of few a decode kernel. Each writes rows of its own sequences alone.
-
-The decode kernel is first: whoever ends early leaves its place to a program of the forward, whose
-tiles are drawn. It also has the L2 to itself, without lines that the forward wrote.
+"""Programs of mixed batches: the Hopper forward handles sequences of many queries, a decode kernel
+those of few. Each writes rows of its sequences alone. The decode kernel runs first: when one of its
+programs ends, one of the forward takes its place and draws tiles. The decode also has an L2 without
+lines that the forward wrote.
 """
 
 from heedful.core.call.problem import AttentionProblem
@@ -13,7 +12,7 @@ from heedful.launch.spec import Program
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
-    """out, and lse if there is such a buffer."""
+    """The launches that compute out, and lse if there is such a buffer."""
     schedule, long = hopper.forward(problem, plan, buffers).calls
     sizes = plan.sizes()
     buffers = with_scratch(buffers, sizes)

@@ -26,7 +26,7 @@ _KERNELS: dict[str, tuple[KernelRef, type, int]] = {
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
-    """out, and lse if there is such a buffer."""
+    """The launches that compute out, and lse if there is such a buffer."""
     return split_kv.forward(problem, plan, buffers, _call)
 
 
@@ -50,7 +50,7 @@ def _call(problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers)
 
 
 def _kv_rows(problem: AttentionProblem, buffers: Buffers) -> KVRows:
-    """How the map of keys, in which the values lie, numbers its rows."""
+    """The group that says how the tensor map of keys, in which the values lie, numbers its rows."""
     rows = Scalar(maps.rows_between(buffers["k"])) if problem.ragged_k else 0
     no_page = maps.no_page({**buffers, "v": buffers["k"]}) if problem.page_size else None
     return KVRows(rows, None, IS_RAGGED=problem.ragged_k, NO_PAGE=no_page)

@@ -1,4 +1,4 @@
-"""Programs that change a KV cache, and queries with it, before attention."""
+"""Programs that extend a KV cache, and rotate queries, before attention."""
 
 from typing import Any
 
@@ -25,14 +25,14 @@ from heedful.launch.spec import Program, Scalar, absent
 def append_kv(
     buffers: Buffers, page_size: int = 0, interleaved: bool = True, position0: int = 0
 ) -> Program:
-    """Writes k_new and v_new (B, S, G, dim) into the caches k and v, in place, and the number of
-    keys that each sequence has then into seqused (B,). Tokens outside of the caches are dropped; a
-    sequence of negative length gets nothing and has no keys.
+    """The launch that writes k_new and v_new (B, S, G, dim) into the caches k and v, in place, and
+    the number of keys that each sequence then has into seqused (B,). Tokens outside of the caches
+    are dropped; a sequence of negative length gets nothing and has no keys.
 
     buffers: k_new, v_new, k, v, seqused, cache_seqlens (B,): the storage row of each sequence's
     first new token; rotary_cos and rotary_sin (positions, rotary_dim / 2), block_table,
-    kv_batch_idx, leftpad_k if the call has them. position0: what rotary positions count before
-    the cache (a shared prefix).
+    kv_batch_idx, leftpad_k if the call has them. position0: the rotary position of the cache's
+    first token: the length of a shared prefix.
     """
     config, programs, parameters = _appended(buffers, page_size)
     call = kernel_call(
@@ -52,8 +52,8 @@ def update(
     advance: bool = True,
     position0: int = 0,
 ) -> Program:
-    """The same, and in the same launch rotated = q (B, S, H, D) at positions cache_seqlens +
-    position0 (+ row, if advance), if there is such a buffer."""
+    """The same, and in the same launch rotated = q (B, S, H, D) rotated by positions cache_seqlens
+    + position0 (+ row, if advance), if there is such a buffer."""
     if "rotated" not in buffers:
         return append_kv(buffers, page_size, interleaved, position0)
     config, appends, parameters = _appended(buffers, page_size)
@@ -72,7 +72,7 @@ def update(
 def ahead(
     buffers: Buffers, page_size: int, interleaved: bool, advance: bool, position0: int
 ) -> Program:
-    """`update` of the arrays of a call: lengths are counted as seqused_k, and q_new, if there is
+    """`update` for the arrays of a call: lengths are written to seqused_k, and q_new, if there is
     one, is rotated into q."""
     given, names = {**buffers, "seqused": buffers["seqused_k"]}, {"seqused": "seqused_k"}
     if "q_new" in buffers:
@@ -84,7 +84,7 @@ def ahead(
 def within_decode(
     buffers: Buffers, page_size: int, interleaved: bool, advance: bool, position0: int
 ) -> CacheAppend:
-    """The same as a group of the decode kernel, which counts no lengths."""
+    """The same as a group of arguments of the decode kernel, which writes no lengths."""
     config, _, parameters = _appended(buffers, page_size)
     # Most steps append one row.
     rows = 1 if buffers["k_new"].shape[1] == 1 else config.rows
@@ -98,7 +98,8 @@ def within_decode(
 
 
 def _appended(buffers: Buffers, page_size: int) -> tuple[RowsConfig, int, dict[str, Any]]:
-    """How new keys are cut, in how many tiles, and parameters of kernels that append them."""
+    """The tile of new keys, how many tiles there are, and parameters of kernels that append
+    them."""
     dim, dim_v = (buffers[name].shape[-1] for name in ("k_new", "v_new"))
     config = cache_rows(dim, dim_v)
     divisor = shared_divisor(buffers, ("k_new", "v_new", "k", "v"))
@@ -118,8 +119,8 @@ def _appended(buffers: Buffers, page_size: int) -> tuple[RowsConfig, int, dict[s
 
 
 def _quantization(buffers: Buffers) -> tuple[dict[str, shared.Descale], Quantization]:
-    """Scales of heads that new keys and values are quantised by, and how they become what the
-    caches store; absent where they are that already."""
+    """The group that says how new keys and values are quantised; absent if they come as the cache
+    stores them."""
     stored, none = buffers["k"].dtype, absent(shared.Descale)
     if buffers["k_new"].dtype == stored:
         return {"k": none, "v": none}, absent(Quantization)
@@ -141,7 +142,7 @@ def _quantization(buffers: Buffers) -> tuple[dict[str, shared.Descale], Quantiza
 
 
 def _rotated(buffers: Buffers, advance: bool) -> tuple[RowsConfig, int, dict[str, Any]]:
-    """The same of queries, and of kernels that rotate them."""
+    """The same for queries, and for kernels that rotate them."""
     config = cache_rows(buffers["q"].shape[-1])
     divisor = shared_divisor(buffers, ("q", "rotated"))
     programs, tiles = _tiles(buffers["q"], config)
@@ -154,7 +155,7 @@ def _rotated(buffers: Buffers, advance: bool) -> tuple[RowsConfig, int, dict[str
 
 
 def _tiles(array: ArraySpec, config: RowsConfig) -> tuple[int, RowTiles]:
-    """How many tiles an array has, and where they are."""
+    """How many tiles an array has, and how they are numbered."""
     batch, seqlen, heads, _ = array.shape
     tiles = ceil_div(seqlen, config.rows)
     return tiles * batch * heads, RowTiles(**scalars(seqlen=seqlen, heads=heads, tiles=tiles))

@@ -1,2 +1,2 @@
-"""Compiled code: from memory, a pack, the disk cache or the compiler. Only `triton_compat` imports
-Triton. May import `launch.spec`."""
+"""Compiled kernels: in packs and in the disk cache, their keys, and Triton's compiler. Only
+`triton_compat` imports Triton. May import `launch.spec`."""

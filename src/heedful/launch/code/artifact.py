@@ -1,4 +1,4 @@
-"""A compiled kernel as plain data: what any launcher needs, ours or a foreign one."""
+"""A compiled kernel as plain data, for our launcher or another."""
 
 from dataclasses import dataclass, field
 from errno import EACCES, EAGAIN, ENOMEM, EPERM
@@ -6,8 +6,8 @@ from errno import EACCES, EAGAIN, ENOMEM, EPERM
 # Bytes and alignment of kernel parameters by Triton type.
 _SIZES = {"i1": 1, "i8": 1, "u8": 1, "i32": 4, "fp32": 4, "i64": 8}
 TENSOR_MAP_BYTES, TENSOR_MAP_ALIGN = 128, 64
-# Where parameters begin in the constant bank, by target: it decides where tensor maps fall.
-# `cuobjdump -elf` shows it beside KPARAM_INFO.
+# Where parameters begin in the constant bank, by target: the alignment of tensor maps depends on
+# it. `cuobjdump -elf` shows it beside KPARAM_INFO.
 PARAMETER_BASE = {"cuda:90": 0x210}
 
 
@@ -23,12 +23,12 @@ _PROCESSES_HELP = (
 
 
 class CompileError(RuntimeError):
-    """A kernel did not compile; carries the compiler's own words."""
+    """A kernel did not compile; the text has the compiler's message."""
 
 
 def remedy(error: BaseException | None, files: str = "") -> str:
-    """Advice against a fault of the machine that stopped a compiler; "" where it is another fault.
-    files: the advice where the fault is that of a file."""
+    """Advice for a fault of the machine that stopped a compiler; "" for other faults. files: the
+    advice if a file is at fault."""
     if isinstance(error, MemoryError):
         return f": {MEMORY_HELPS}"
     if not isinstance(error, OSError):
@@ -58,12 +58,11 @@ class Parameter:
 class Artifact:
     """Machine code and how to launch it.
 
-    code: cubin or hsaco. text: PTX or AMD assembly, for foreign launchers and inspection.
-    symbol: the entry's name. target: such as "cuda:90" or "hip:gfx950".
-    num_warps: in all, with the workers of a warp-specialised kernel. cluster: blocks a cluster.
-    tensor_maps: per descriptor argument, what its encoding needs (swizzle, element type, box).
-    scratch_bytes: device memory per block that the compiler asks for, 0 as a rule.
-    toolchain: the Triton and the assembler that made it.
+    code: cubin or hsaco. text: PTX or AMD assembly, for foreign launchers and inspection. symbol:
+    the entry's name. target: such as "cuda:90" or "hip:gfx950". num_warps: of all partitions
+    together. cluster: blocks of a cluster. tensor_maps: for each descriptor argument, the facts for
+    its encoding (swizzle, element type, box). scratch_bytes: device memory per block that the
+    compiler asks for, usually 0. toolchain: the Triton and the assembler that made it.
     """
 
     code: bytes
@@ -109,9 +108,9 @@ def lay_out(
 
 
 def map_words(artifact: Artifact) -> tuple[dict[str, int], int]:
-    """Where in a launch's buffer, after the parameters, lies what each tensor map is encoded from,
-    and where all that ends: words of 8 bytes, for the address, the sizes, innermost first, and the
-    strides in bytes but for the first."""
+    """Where in a launch's buffer, after the parameters, the words of each tensor map begin, and
+    where they all end. A map is encoded from words of 8 bytes: the address, the sizes, innermost
+    first, and the strides in bytes without the first."""
     end, found = -(-artifact.parameter_bytes // 8) * 8, {}
     for name, meta in artifact.tensor_maps.items():
         found[name] = end

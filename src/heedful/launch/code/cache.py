@@ -1,9 +1,9 @@
 """The disk cache: compiled kernels shared by processes of one user.
 
-Safe when many processes start at once (one compiles, the others wait and load), when one is killed
-at any point, when a file is damaged (then it is compiled again), when the disk is full or not to be
-written (then it is not kept), and when others may write on the way to it (then it is not used). An
-error is reported once.
+It is safe if many processes start at once (one compiles, the others wait and load), if one is
+killed at any point, if a file is damaged (the kernel is compiled again), if the disk is full or
+read-only (the kernel is not kept), and if others may write to a folder on the way to it (the cache
+is not used). Each kind of error is reported once.
 """
 
 import logging
@@ -25,11 +25,9 @@ PATIENCE_SECONDS = 600.0
 
 
 class DiskCache:
-    """Artifacts by key in a folder that only this user may use.
-
-    folder: None is no cache. limit_bytes: least recently used entries go when all of them together
-    are larger. read_only: never write, never lock.
-    why_not: the reason why the last look into it failed, None if it did not fail.
+    """Artifacts by key in a folder that only this user may use. folder: None means no cache.
+    limit_bytes: if all entries together are larger, the least recently used are deleted. read_only:
+    never write, never lock. why_not: why the last access failed, None if it did not.
     """
 
     def __init__(self, folder: Path | None, limit_bytes: int, read_only: bool):
@@ -37,12 +35,12 @@ class DiskCache:
         self._limit, self._read_only = limit_bytes, read_only
         self._said: set[str] = set()
         self.why_not: str | None = None
-        # Opened once, so that what is wrong with it is said at once.
+        # Opened once, so that a warning comes early.
         with self._open() or nullcontext():
             pass
 
     def _open(self) -> Folder | None:
-        """The folder, checked anew each time: it may have been put in place since."""
+        """The folder, checked each time: it may have been created or replaced since."""
         self.why_not = None
         try:
             if self._path is None:
@@ -107,7 +105,8 @@ class DiskCache:
             self._say(f"compiled kernels are not kept in {folder.path}", error)
 
     def _trim(self, folder: Folder) -> None:
-        """Drops the least recently used entries over the limit, and what dead writers left."""
+        """Deletes the least recently used entries over the limit, and files that dead writers
+        left."""
         entries, total = [], 0
         for name in folder.names():
             try:

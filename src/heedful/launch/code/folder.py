@@ -1,10 +1,10 @@
 """Folders that native code is loaded from: opened step by step, and checked at each.
 
-A path is names, and whoever may write to a folder on the way can put another one in its place. So
-every folder and link on the way has to belong to this user or root and to be writable by nobody
-else (a sticky folder such as /tmp excepted, where each entry is its owner's). A folder, once
-opened, is then used through its descriptor: names are looked up in it, links are not followed, and
-a file is checked after it is opened.
+A path is a list of names, and whoever may write to a folder on the way can put another folder in a
+name's place. So every folder and link on the way has to belong to this user or root and to be
+writable by nobody else (a sticky folder such as /tmp excepted, where each entry is its owner's). A
+folder, once opened, is then used through its descriptor: names are looked up in it, links are not
+followed, and a file is checked after it is opened.
 """
 
 import errno
@@ -35,7 +35,7 @@ def _flag(name: str) -> int:
 
 
 _NO_LINK = _flag("O_NOFOLLOW")
-# A folder on the way need not be readable, only passable.
+# A folder on the way need not be readable, only executable.
 _PASS = _flag("O_PATH") | _flag("O_DIRECTORY") | _NO_LINK
 
 # Locks that this process holds: a forked child closes its copies, or they would be held for as
@@ -50,10 +50,9 @@ class NotTrusted(PermissionError):
 def why_not_trusted(
     owner: int, mode: int, group: int, owners: frozenset[int], own_group: int | None, only: bool
 ) -> str | None:
-    """Why something on the way to native code is not to be relied on; None if it is.
-
-    owner, mode, group: its figures. owners: user ids that may own it. own_group: a group of this
-    user alone, which may write. only: nobody else may even enter it.
+    """Why a folder or link on the way to native code cannot be trusted; None if it can. owner,
+    mode, group: those of the folder or link. owners: user ids that may own it. own_group: a group
+    of this user alone, which may write. only: whether nobody else may even enter it.
     """
     if owner not in owners:
         return f"belongs to user {owner}"
@@ -67,10 +66,9 @@ def why_not_trusted(
 
 
 class Folder:
-    """A folder of this user's (or, unless `private`, of root's) whose path was checked.
-
-    private: it has to be this user's with mode 0700. create: make what is missing of the path.
-    Raises NotTrusted with the reason, or OSError. A context manager; every name is of an entry.
+    """A folder of this user (or, unless `private`, of root) whose path was checked. private: it
+    must belong to this user, with mode 0700. create: make missing folders of the path. Raises
+    NotTrusted with the reason, or OSError. It is a context manager; names are those of its entries.
     """
 
     def __init__(self, path: str | os.PathLike, private: bool = True, create: bool = False):
@@ -92,14 +90,14 @@ class Folder:
             os.close(self._fd)
 
     def _at(self, name: str) -> str:
-        """How the system is told of an entry, beside dir_fd."""
+        """The path of an entry for system calls that have dir_fd."""
         if name in ("", ".", "..") or "/" in name or os.sep in name or "\0" in name:
             raise ValueError(f"no name of a file: {name!r}")
         return name if self._fd is not None else str(self.path / name)
 
     def read(self, name: str) -> bytes:
         """A file's content. Raises NotTrusted for one that others may write, or that is a link."""
-        # Without O_NONBLOCK a pipe in the file's place would be waited on.
+        # Without O_NONBLOCK, opening a pipe in the file's place would wait.
         flags = os.O_RDONLY | _NO_LINK | _flag("O_NONBLOCK")
         try:
             handle = os.open(self._at(name), flags, dir_fd=self._fd)
@@ -116,8 +114,7 @@ class Folder:
             return file.read()
 
     def write(self, name: str, content: bytes) -> None:
-        """Puts a file in place in one step: readers see all of it or nothing, whenever the writer
-        dies."""
+        """Writes a file in one step: readers see all of it or nothing, whenever the writer dies."""
         temporary = f"{name}.{secrets.token_hex(8)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         handle = os.open(self._at(temporary), flags, 0o600, dir_fd=self._fd)
@@ -134,7 +131,7 @@ class Folder:
         return os.listdir(self.path if self._fd is None else self._fd)
 
     def stat(self, name: str) -> os.stat_result:
-        """Figures of an entry itself, of a link too. Raises FileNotFoundError."""
+        """The status of an entry, of a link itself. Raises FileNotFoundError."""
         return os.stat(self._at(name), dir_fd=self._fd, follow_symlinks=False)
 
     def touch(self, name: str) -> None:
@@ -152,11 +149,10 @@ class Folder:
     @contextmanager
     def lock(self, *names: str, patience_s: float) -> Iterator[None]:
         """Holds the lock file of one of these names, among processes and threads; the system frees
-        it when the process ends. Goes on without it where the file system has no locks, or after
-        patience_s: a holder may be stopped, or on a machine that is gone.
-
-        The file is there while the lock is held or waited for: whoever frees it removes it, and
-        whoever gets a lock on a file that is gone tries again.
+        it when the process ends. Goes on without it if the file system has no locks, or after
+        patience_s: a holder may be stopped, or on a machine that is gone. The file exists while the
+        lock is held or waited for: whoever frees the lock removes it, and whoever gets a lock on a
+        removed file tries again.
         """
         held: list[tuple[str, int]] = []
 
@@ -204,7 +200,7 @@ class Folder:
 
 
 def _wait(attempt: Callable[[], bool], patience_s: float) -> bool:
-    """Whether an attempt succeeded in time; they become ever more rare."""
+    """Whether an attempt succeeded in time. Attempts become less frequent."""
     give_up, pause = time.monotonic() + patience_s, 0.001
     while not attempt():
         if time.monotonic() > give_up:
@@ -215,7 +211,7 @@ def _wait(attempt: Callable[[], bool], patience_s: float) -> bool:
 
 
 def _lock(handle: int) -> bool:
-    """Whether the lock was free, or cannot be had at all."""
+    """Whether the lock was free, or the file system has no locks."""
     assert fcntl is not None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -248,7 +244,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _open_checked(path: Path, private: bool, create: bool) -> int:
-    """A descriptor of a folder, every step to which was checked."""
+    """A descriptor of a folder after a check of every folder and link on the way."""
     here, shown, links = os.open("/", _PASS), "/", 0
     try:
         status = os.fstat(here)
@@ -273,7 +269,7 @@ def _open_checked(path: Path, private: bool, create: bool) -> int:
             here, shown = there, step
             status = os.fstat(here)
             _check(shown, status, _owners(shared))
-        # Sticky is no excuse here: others could add files of their own.
+        # A sticky folder will not do here: others could add files.
         mode = status.st_mode & ~stat.S_ISVTX
         why = why_not_trusted(
             status.st_uid, mode, status.st_gid, _users(private), _own_group(), private
@@ -286,7 +282,8 @@ def _open_checked(path: Path, private: bool, create: bool) -> int:
 
 
 def _entry(here: int, name: str, create: bool) -> os.stat_result:
-    """The entry of a name in an open folder: a new folder if nothing does and `create`."""
+    """The status of a name's entry in an open folder; if there is none and `create`, a new folder
+    is made."""
     try:
         return os.stat(name, dir_fd=here, follow_symlinks=False)
     except FileNotFoundError:
@@ -314,9 +311,9 @@ def _users(private: bool) -> frozenset[int]:
 
 
 def _owners(shared: bool) -> frozenset[int]:
-    """The users who may own a step. In a user namespace without root, root's folders look like
-    those of
-    anybody unknown: they pass where only root could have put them, not in a shared folder."""
+    """The users who may own a folder or link on the way. In a user namespace without root, root's
+    folders seem to belong to an unknown user: they pass where only root could have made them, but
+    not in a shared folder."""
     unknown = _unknown_user()
     return frozenset({0, _user()} | ({unknown} if unknown is not None and not shared else set()))
 

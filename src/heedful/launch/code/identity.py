@@ -1,4 +1,4 @@
-"""The identity of a compiled kernel: names for it that need no compiler to work out."""
+"""Keys of compiled kernels, computed without a compiler."""
 
 import hashlib
 import importlib.util
@@ -12,14 +12,15 @@ from heedful.core.base import installed
 from heedful.launch.spec import KernelCall, KernelRef
 
 _KERNELS = Path(heedful.kernels.__file__).parent
-# How a kernel is given to the compiler, and what an artifact says of its parameters.
+# The modules that hand a kernel to the compiler and read an artifact's parameters.
 _HOST = tuple(Path(__file__).with_name(name) for name in ("artifact.py", "triton_compat.py"))
 
-# How the variables begin by which Triton, LLVM and ptxas are told what code to make. One that is
-# new is taken to matter: that costs a compilation, and the other way costs a wrong kernel.
+# Prefixes of environment variables that change what Triton, LLVM and ptxas make. An unknown
+# variable is assumed to matter: a wrong guess costs a compilation, and the other way a wrong
+# kernel.
 _TOLD = ("TRITON_", "AMDGCN_", "NVPTX_", "PTXAS_", "LLVM_", "MLIR_", "USE_IR_LOC", "ALLOW_LHS_")
 _TOLD += ("DISABLE_LLVM_", "DISABLE_PTXAS_", "DISABLE_MMA_", "DISABLE_FAST_")
-# Those of them that only say where Triton keeps or finds things, or how it runs kernels.
+# Exceptions: they only say where Triton stores or finds files, or how it runs kernels.
 _PLACES = ("TRITON_HOME", "TRITON_CACHE_", "TRITON_REDIS_", "TRITON_REMOTE_CACHE_", "TRITON_PRINT_")
 _PLACES += ("TRITON_DUMP_DIR", "TRITON_LIBCUDA_", "TRITON_LIBHIP_", "TRITON_INTERPRET")
 _PLACES += ("TRITON_DEFAULT_BACKEND", "TRITON_CUDACRT_", "TRITON_CUDART_", "TRITON_PROTON_")
@@ -27,8 +28,8 @@ _PLACES += ("TRITON_DEFAULT_BACKEND", "TRITON_CUDACRT_", "TRITON_CUDART_", "TRIT
 
 @cache
 def source_digest(module: str) -> str:
-    """SHA-256 over the sources that a kernel module may draw on: all of heedful's kernels, since
-    families share code, or its own file for a module elsewhere."""
+    """SHA-256 over the sources that a kernel module may use: all of heedful's kernels, since
+    families share code, or a module's file if it is elsewhere."""
     if module.startswith("heedful.kernels."):
         return files_digest(sorted(_KERNELS.rglob("*.py")))
     spec = importlib.util.find_spec(module)
@@ -52,8 +53,8 @@ def files_digest(files: Iterable[Path]) -> str:
 
 
 def toolchain(of: installed.Compiler | None = None) -> str:
-    """A compiler, by default the one that would compile here, with what the environment tells it:
-    empty without Triton."""
+    """A compiler, by default the one that would compile here, with the environment variables for
+    it, as part of a key; empty without Triton."""
     found = of or installed.compiler()
     if found is None:
         return ""
@@ -62,7 +63,7 @@ def toolchain(of: installed.Compiler | None = None) -> str:
 
 @cache
 def _assemblers(root: Path) -> list[str]:
-    """Builds of one version of Triton differ in their assemblers; sizes tell these apart."""
+    """The sizes of the assemblers, in which builds of one version of Triton differ."""
     tools = installed.Compiler("", root).assemblers
     return [f"{name}@{path.stat().st_size}" for name, path in tools.items()]
 
@@ -74,9 +75,9 @@ def told() -> dict[str, str]:
 
 
 def _environment() -> Iterator[str]:
-    """The options that the compiler gets. A file that a variable names, such as a foreign
-    assembler, may be
-    replaced under its name: its size and date belong to it."""
+    """The environment variables of the compiler as part of a key. A file that a variable names,
+    such as another assembler, may be replaced under its name, so its size and date belong to the
+    key."""
     for name, value in told().items():
         try:
             status = os.stat(value) if os.path.isfile(value) else None
@@ -86,12 +87,12 @@ def _environment() -> Iterator[str]:
 
 
 def kernel_key(call: KernelCall, arch: str) -> str:
-    """Names a specialization of a kernel's source on an architecture, whoever compiles it."""
+    """The key of a specialization of a kernel's source on an architecture, whatever compiles it."""
     ref: KernelRef = call.kernel
     text = repr((source_digest(ref.module), _host_digest(), arch, call.specialization))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def cache_key(call: KernelCall, arch: str) -> str:
-    """Names what this toolchain makes of the specialization."""
+    """The key of what this toolchain makes of the specialization."""
     return hashlib.sha256(f"{kernel_key(call, arch)} {toolchain()}".encode()).hexdigest()

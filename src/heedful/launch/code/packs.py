@@ -51,10 +51,9 @@ def write_pack(path: Path, entries: dict[str, Artifact], backends: Mapping[str, 
 
 
 def load_pack(folder: str | os.PathLike) -> int:
-    """Makes a pack's kernels known to this process; returns how many.
-
-    Raises ValueError where the folder is no pack, belongs to somebody else than this user or root,
-    or others may write to it or on the way to it: its files are native code.
+    """Loads a pack's list of kernels into this process; returns how many there are. Raises
+    ValueError if the folder is no pack, belongs to neither this user nor root, or others may write
+    to it or to a folder on the way: its files are native code.
     """
     path = Path(os.path.abspath(folder))
     try:
@@ -122,7 +121,7 @@ def find(key: str) -> Artifact | None:
 
 
 def backends() -> frozenset[tuple[str, tuple[int, ...]]]:
-    """Backends that loaded packs hold kernels of, and the version of the Triton that these are
+    """The backends in loaded packs, and for each the version of the Triton that its kernels are
     planned for."""
     load_default()
     return _backends

@@ -22,7 +22,7 @@ class CorruptArtifact(ValueError):
 
 
 def dump(key: str, artifact: Artifact) -> bytes:
-    """The file of an artifact, which says what it is the artifact of."""
+    """The file of an artifact, with its key."""
     facts = asdict(artifact)
     blobs = {"code": facts.pop("code"), "text": zlib.compress(facts.pop("text").encode())}
     facts["blobs"] = [[n, len(b), hashlib.sha256(b).hexdigest()] for n, b in blobs.items()]

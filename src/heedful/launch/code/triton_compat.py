@@ -1,6 +1,5 @@
-"""The one place that touches Triton's own names: kernels to `Artifact`s, with no driver asked.
-
-Works alike with Triton 3.6 and 3.9.
+"""The only module that imports Triton: it makes `Artifact`s from kernels, without a driver, with
+Triton 3.6 to 3.9.
 """
 
 import importlib
@@ -99,8 +98,8 @@ def _check_groups(call: KernelCall, declared: Mapping[str, Any]) -> None:
 
 
 def _keeps_lines() -> bool:
-    """Whether machine code is to carry its PTX and source lines, as a profiler's source view wants
-    it. They are three quarters of its size, which JAX hashes at every call."""
+    """Whether machine code includes its PTX and source lines, for profilers. They are three
+    quarters of its size, and JAX hashes it at every call."""
     return os.environ.get("TRITON_DISABLE_LINE_INFO", "").lower() in ("0", "false", "off")
 
 
@@ -124,12 +123,11 @@ def compile_kernel(call: KernelCall, arch: str):
 
 
 def _let_go_at_exit() -> None:
-    """Has Python clear Triton's modules when it ends.
-
-    Triton's C++ keeps classes of layouts for good once a Gluon kernel asked for one, and they keep
-    all of Triton's bindings by way of their modules' dicts: nanobind then ends the process with
-    twenty-five lines of "leaked". Python clears what is left of modules that somebody still holds,
-    and of those alone: the kept classes are to hold them.
+    """Makes Python clear Triton's modules when it ends. Once a Gluon kernel has used a layout,
+    Triton's C++ keeps the layouts' classes, and these keep all of Triton's bindings through their
+    modules' dicts: nanobind then prints twenty-five lines of "leaked" at the end of the process.
+    Python clears only modules that something still references, so the kept classes get a reference
+    to them.
     """
     layouts = sys.modules.get("triton.experimental.gluon.language._layouts")
     kept = getattr(layouts, "AutoLayout", None)
@@ -184,14 +182,14 @@ def compile_artifact(call: KernelCall, arch: str) -> Artifact:
 
 
 def _assembler(arch: int) -> str:
-    """The assembler that Triton takes for an NVIDIA architecture, as artifacts name it."""
+    """The assembler that Triton uses for an NVIDIA architecture, as artifacts name it."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     path = Path(get_ptxas(arch).path)
     return f", {path.name} {assembler_version(path)}"
 
 
-# Descriptors' element types as the device numbers them -> CUtensorMapDataType.
+# Element types of descriptors as the device numbers them -> CUtensorMapDataType.
 _TENSOR_MAP_TYPES = {8: 10, 9: 8, 10: 9}
 
 _PTX_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}

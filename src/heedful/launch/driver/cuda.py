@@ -68,9 +68,8 @@ def check(code: int) -> None:
 
 
 def enter(device: int) -> None:
-    """Makes the device's primary context, which every framework uses, the thread's own.
-
-    A thread that has made no runtime call yet has none: autograd's, for instance.
+    """Makes the device's primary context, which every framework uses, current in this thread. A
+    thread that has made no runtime call yet has none, such as autograd's.
     """
     library, handle, context = _library(), c_int(), c_void_p()
     check(library.cuDeviceGet(byref(handle), c_int(device)))
@@ -79,7 +78,7 @@ def enter(device: int) -> None:
 
 
 def figures(device: int) -> dict:
-    """Name, arch and the figures of a device that DeviceSpec wants, without a framework."""
+    """Name, architecture and the other fields of a device's DeviceSpec, without a framework."""
     library, handle, name = _library(), c_int(), ctypes.create_string_buffer(256)
     check(library.cuInit(c_uint(0)))
     check(library.cuDeviceGet(byref(handle), c_int(device)))
@@ -121,7 +120,7 @@ def _attributes(
             f"{artifact.symbol} is compiled for {artifact.target}"
         )
     if cooperative:
-        # From compute capability 6.0 on. One that is too large for the device is error 720.
+        # From compute capability 6.0 on. A grid that is too large for the device gives error 720.
         values[COOPERATIVE] = (1,)
     made = (_Attribute * len(values))()
     for attribute, (number, value) in zip(made, values.items(), strict=True):
@@ -131,10 +130,9 @@ def _attributes(
 
 
 class Slot:
-    """An argument buffer with everything that one launch passes to the driver; used by one thread
-    at a time.
-
-    buffer: the parameters, and after them what their tensor maps are encoded from (`map_words`).
+    """An argument buffer with everything that one launch passes to the driver; one thread uses it
+    at a time. buffer: the parameters, and after them the words from which tensor maps are encoded
+    (`map_words`).
     """
 
     __slots__ = (
@@ -158,7 +156,7 @@ class Slot:
         cooperative: bool,
     ):
         words, size = map_words(artifact)
-        # Tensor maps must sit on 64 bytes in the buffer as they do in parameter space.
+        # Tensor maps must begin at multiples of 64 bytes in the buffer, as in parameter space.
         places = {p.name: p.offset for p in artifact.parameters if p.type == "tensormap"}
         raw = ctypes.create_string_buffer(size + TENSOR_MAP_ALIGN)
         start = -(ctypes.addressof(raw) + next(iter(places.values()), 0)) % TENSOR_MAP_ALIGN
@@ -182,21 +180,21 @@ class Slot:
         extra = BUFFER_POINTER, self.address, BUFFER_SIZE, size_at, END
         whole, parts = (c_void_p * len(extra))(*extra), None
         if cooperative:
-            # Into a graph the driver takes the parameters of such a launch one by one alone.
+            # Under capture the driver takes the parameters of such a launch only one by one.
             each = [self.address + parameter.offset for parameter in artifact.parameters]
             whole, parts = None, (c_void_p * len(each))(*each)
         self._arguments = byref(self.config), function, parts, whole
         self._device, self._stream = device, None
 
     def _encoding(self, meta: dict, place: int, word: int) -> tuple:
-        """The arguments with which the driver encodes a map: where it goes, and where its words
-        lie. All that changes between calls is read from the buffer."""
+        """The arguments with which the driver encodes a map: where to write it, and where its words
+        lie. The driver reads from the buffer all that changes between calls."""
         block = meta["block_size"]
         rank = len(block)
         box, ones = ((c_uint32 * rank)(*sizes) for sizes in (reversed(block), [1] * rank))
         sizes = word + 8
-        # An argument that ctypes hands on as it is: it would wrap instances of its types anew at
-        # each call.
+        # ctypes passes this argument as it is; it would wrap instances of its types again at each
+        # call.
         return (
             byref(self.buffer, place),
             meta["elem_type"],
@@ -213,9 +211,9 @@ class Slot:
         )
 
     def _alike(self, artifact: Artifact, places: dict, words: dict) -> list[tuple]:
-        """For each map, what is needed to make it of one before it that differs in its address
-        alone: the words of both but the address, both maps, and what the driver is given. Empty
-        where none before it has its box and type."""
+        """For each map, how to make it from an earlier one that differs in its address alone: the
+        words of both without the address, both maps, and the driver's arguments. Empty if no
+        earlier one has its box and type."""
         first: dict[str, str] = {}
         memory, found = memoryview(self.buffer).cast("B"), []
         for name, word in words.items():
@@ -238,13 +236,13 @@ class Slot:
         _pack_grid(self.config, 0, x * self._cluster, y, z)
 
     def encode(self, number: int) -> None:
-        """Makes the descriptor of the map of this number from its words."""
+        """Encodes the map of this number from its words."""
         code = _encode(*self._maps[number][0])
         if code:
             check(code)
 
     def encode_all(self) -> None:
-        """Makes the descriptors of all maps."""
+        """Encodes all maps."""
         for arguments, twin in self._maps:
             if twin and twin[0] == twin[1]:
                 _, _, own, other, given = twin
@@ -276,14 +274,14 @@ def _bind_launch(*arguments) -> int:
 
 
 def _bind_encode(*arguments) -> int:
-    """The same of cuTensorMapEncodeTiled."""
+    """The same for cuTensorMapEncodeTiled."""
     global _encode
     _encode = _library().cuTensorMapEncodeTiled
     return _encode(*arguments)
 
 
 def _bind_replace(*arguments) -> int:
-    """The same of cuTensorMapReplaceAddress, which takes a third of the time."""
+    """The same for cuTensorMapReplaceAddress, which takes a third of the time."""
     global _replace
     _replace = _library().cuTensorMapReplaceAddress
     return _replace(*arguments)
@@ -295,7 +293,8 @@ _pack_grid = struct.Struct("<3I").pack_into
 
 
 def _after_fork() -> None:
-    """The driver that the parent used works in no child: some calls fail, some may not return."""
+    """Forgets the driver: the one that the parent used does not work in a child, where some calls
+    fail and some may not return."""
     global _forked, _launch, _encode, _replace
     if _library.cache_info().currsize:
         _forked, _launch, _encode, _replace = True, _bind_launch, _bind_encode, _bind_replace

@@ -1,10 +1,10 @@
 """A program bound to a device: loaded kernels, and the numbers of their argument buffers.
 
-Compiled code, loaded kernels and the layout of buffers belong to a kind; calls of a kind differ in
-some numbers alone. An image of the buffer holds all other numbers. A call that comes only once
-packs a whole buffer and keeps nothing. A call that comes again is bound to its numbers. To run it
-costs packing the addresses of all kernels at once, and a driver call for each kernel. Safe under
-threads: each launch takes a buffer of its own from a pool, which all calls of the kind share.
+Compiled code, loaded kernels and the layout of buffers belong to a kind. Calls of a kind differ
+only in some numbers; an image of the buffer holds all others. A call that comes only once packs a
+whole buffer and keeps nothing. A call that comes again is bound to its numbers: it then packs the
+addresses of all kernels at once, and calls the driver for each kernel. Threads may run calls at
+once: each launch takes a buffer from a pool, which all calls of the kind share.
 """
 
 import struct
@@ -24,7 +24,7 @@ from heedful.launch.compiler import counters
 from heedful.launch.driver import driver
 from heedful.launch.spec import KernelCall, Program, Scalar, TensorMap
 
-# Encoded tensor maps that one argument keeps: a call's addresses recur, as allocators reuse memory.
+# How many encoded tensor maps an argument keeps: addresses recur, since allocators reuse memory.
 _MOST_MAPS = 4096
 _pack_map = struct.Struct(f"{TENSOR_MAP_BYTES}s").pack_into
 _known = dict.get
@@ -38,7 +38,7 @@ _functions: dict[tuple, object] = {}
 
 class KernelKind:
     """One kernel of a program, compiled and loaded, for calls that differ only in numbers. Its
-    lengths may be symbols."""
+    numbers may be symbols."""
 
     __slots__ = ("fill", "grid", "layout", "maps", "pool", "_new_slot")
 
@@ -71,8 +71,8 @@ class KernelKind:
         places = {name: names.index(buffer) for name, buffer in _buffers(call).items()}
         pointers = [(offsets[n], places[n]) for n in places if n not in artifact.tensor_maps]
         words, end = map_words(artifact)
-        # For each tensor map, in the driver's order: places of its array among the addresses, of
-        # the map in the buffer, and of the address that it is encoded from.
+        # For each tensor map, in the driver's order: the index of its array among the addresses,
+        # and the places in the buffer of the map and of the address in its words.
         self.maps = [(places[name], offsets[name], word) for name, word in words.items()]
         self.layout = artifact.parameter_bytes, pointers, [offset for _, offset, _ in self.maps]
         places_of = {index: begin + n for n, index in enumerate(changing(numbers))}
@@ -129,19 +129,19 @@ class Together:
 
     def __init__(self, kernels: Sequence[KernelKind]):
         self.kernels, self.count = kernels, len(kernels)
-        # For each tensor map: its kernel, its number there, and places as of KernelKind.maps.
+        # For each tensor map: its kernel, its number there, and places as in KernelKind.maps.
         self.maps = [
             (at, number, index, offset)
             for at, kernel in enumerate(kernels)
             for number, (index, offset, _) in enumerate(kernel.maps)
         ]
-        # One more: of one place, itemgetter would give no tuple.
+        # One more: for a single place itemgetter would not return a tuple.
         self.pick = itemgetter(*[index for _, _, index, _ in self.maps], 0)
         self.refill, self.parts = _refiller([kernel.layout for kernel in kernels])
         self.pool: list[Slots] = []
 
     def new_slots(self) -> Slots:
-        """Argument buffers, where none are free."""
+        """New argument buffers, for when none are free."""
         return Slots([kernel.take() for kernel in self.kernels])
 
 
@@ -152,10 +152,10 @@ class BoundProgram:
     __slots__ = ("_encoded", "_kind", "_numbers", "_rest")
 
     def __init__(self, kind: Together, numbers: Sequence[int | float]):
-        """numbers: of all kernels, each of which takes its own from them. No grid is empty."""
+        """numbers: those of all kernels together. No grid is empty."""
         self._kind, self._numbers = kind, numbers
-        # The encoded bytes of each map, by address. Encoding asks the driver, which takes ten times
-        # as long as looking up what it said.
+        # The encoded bytes of each map, by address. A look-up takes a tenth of the driver's time
+        # for encoding.
         self._encoded: list[dict[int, bytes]] = [{} for _ in kind.maps]
         # The bytes of buffers between addresses and maps.
         self._rest: list[bytes] | None = None
@@ -185,7 +185,7 @@ class BoundProgram:
         counters["launches"] += kind.count
 
     def _fill(self, slots: Slots, addresses: Sequence[int], maps: Sequence[bytes | None]) -> None:
-        """Fills buffers, whatever they held before, and encodes the maps that are not known."""
+        """Fills buffers, whatever they held before, and encodes maps that are not kept."""
         kind, buffers = self._kind, slots.buffers
         for kernel, buffer in zip(kind.kernels, buffers, strict=True):
             kernel.fill(buffer, self._numbers, addresses)
@@ -222,18 +222,18 @@ class ProgramKind:
         numbers: Sequence[Sequence[Any]],
         before: int = 0,
     ):
-        """numbers: of each kernel, as `numbers_of` has them. before: how many come before what
-        changes of these."""
+        """numbers: those of each kernel, as from `numbers_of`. before: how many other numbers
+        precede them in a call."""
         self._kernels: list[KernelKind] = []
         for call, own in zip(program.calls, numbers, strict=True):
             self._kernels.append(KernelKind(call, arch, device, names, own, before))
             before += len(changing(own))
-        # By which of them have something to do.
+        # By which kernels have a grid that is not empty.
         self._together: dict[tuple[bool, ...], Together] = {}
 
     def bind(self, numbers: Sequence[int | float]) -> Callable[[Sequence[int], int], None]:
-        """Runs the kernels with their numbers, those of each call after those of the one before,
-        on addresses and a stream: see BoundProgram.run."""
+        """A function that launches the kernels with these numbers, on addresses and a stream: see
+        BoundProgram.run."""
         busy = tuple([0 not in numbers[kind.grid] for kind in self._kernels])
         if not any(busy):
             return _nothing
@@ -249,9 +249,9 @@ class ProgramKind:
 
 
 def numbers_of(call: KernelCall) -> list[Any]:
-    """All that a launch's buffer and grid hold but addresses: the grid, then each number and each
-    tensor map's shape, strides, and strides in bytes without the last, in the order of the
-    arguments. Those that are the same for all calls of its case are no symbols."""
+    """All numbers of a launch: the grid; then, in the order of the arguments, each scalar, and each
+    tensor map's shape, strides, and strides in bytes without the last. Numbers that are the same
+    for all calls of a case are not symbols."""
     numbers: list[Any] = [*call.grid]
     for argument in call.arguments.values():
         match argument:
@@ -264,8 +264,8 @@ def numbers_of(call: KernelCall) -> list[Any]:
 
 
 def changing(numbers: Sequence[Any]) -> list[int]:
-    """Where the grid is, and those of a kernel's numbers that differ between calls of its case. The
-    rest is packed once: each value takes its time."""
+    """The places of the grid and of those numbers that differ between calls of a case. The others
+    are packed once, since each value takes time."""
     return [i for i, number in enumerate(numbers) if i < _DIMS or isinstance(number, Symbol)]
 
 
@@ -304,9 +304,9 @@ def _fields(call: KernelCall, artifact: Artifact) -> list[tuple[int, str, int]]:
 def _filler(
     image: bytearray, numbers: list[tuple[int, str, int]], addresses: list[tuple[int, int]]
 ) -> Callable[[Any, Sequence[int | float], Sequence[int]], None]:
-    """(buffer, numbers, addresses) -> the whole buffer is like the image, with some of these in it.
-
-    numbers: offset, format and place of each. addresses: offset and place of each.
+    """A function (buffer, numbers, addresses) that fills the buffer with the image, these numbers
+    and these addresses. numbers: offset, format and index of each. addresses: offset and index of
+    each.
     """
     fields = [(offset, kind, f"numbers[{place}]") for offset, kind, place in numbers]
     fields += [(offset, "Q", f"addresses[{place}]") for offset, place in addresses]
@@ -316,22 +316,22 @@ def _filler(
         layout += f"{len(between)}{'s' if any(between) else 'x'}{kind}"
         values += f", {between}" * any(between) + f", {value}" * bool(kind)
         position = offset + struct.calcsize("<" + kind)
-    # As code, which takes less time than putting together what is packed.
+    # As generated code, which takes less time than collecting the values in a list.
     line = f"return pack_into(buffer, 0{values})"
     scope = {"pack_into": struct.Struct(layout).pack_into}
     return evaluated.function("buffer, numbers, addresses", [line], scope)
 
 
-# The layout of a kernel's buffer: up to where a launch reads it; of each pointer the offset, and
-# its place among the addresses; offsets of maps.
+# The layout of a kernel's buffer: its end; the offset of each pointer, and its index among the
+# addresses; the offsets of maps.
 _Layout = tuple[int, list[tuple[int, int]], list[int]]
 
 
 def _refiller(
     layouts: Sequence[_Layout],
 ) -> tuple[Callable[..., None], list[tuple[int, int, int]]]:
-    """(buffers, rest, addresses, maps) -> the buffers up to their ends; and of `rest`, which lies
-    between what changes, the number of the buffer, and where it begins and ends."""
+    """A function (buffers, rest, addresses, maps) that fills the buffers; and, for each piece of
+    `rest`, the bytes between addresses and maps: the index of its buffer, its start and its end."""
     calls, parts, count = [], [], 0
     scope = {}
     for at, (end, pointers, maps) in enumerate(layouts):

@@ -1,6 +1,5 @@
-"""The arrays of a problem that nobody has made yet: contiguous, aligned, with the right shapes.
-
-They serve compiling ahead of time, inspection, and front ends that have no tensors yet.
+"""The arrays of a problem as ArraySpecs: contiguous, aligned, with the right shapes. Compilation
+ahead of time, inspection, and front ends without tensors use them.
 """
 
 from collections.abc import Mapping
@@ -72,7 +71,7 @@ def forward(problem: AttentionProblem) -> Buffers:
 
 
 def backward(problem: AttentionProblem) -> Buffers:
-    """Inputs and outputs of the backward, with no cotangent for the log-sum-exp."""
+    """Inputs and outputs of the backward, without a gradient of the log-sum-exp."""
     buffers = forward(problem)
     buffers.pop("probs", None)
     buffers["lse"] = ArraySpec.contiguous(problem.lse_shape, "float32")
@@ -95,7 +94,7 @@ def _kv_storage(problem: AttentionProblem) -> tuple[int, ...]:
 
 
 def _pages(problem: AttentionProblem) -> int:
-    """Pages that the longest sequence needs."""
+    """How many pages the longest sequence needs."""
     return -(-problem.seqlen_k // problem.page_size)
 
 

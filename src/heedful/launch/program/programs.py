@@ -1,4 +1,4 @@
-"""From a plan to programs, by the modules that the registered kernels name."""
+"""Programs of plans, from the modules that the registered variants name."""
 
 import importlib
 from collections.abc import Mapping

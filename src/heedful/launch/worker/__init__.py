@@ -1,2 +1,2 @@
-"""A compiler apart from the process: worker processes with a Triton of their own. May import
+"""A compiler outside of this process: worker processes with another Triton. May import
 `launch.code` and `launch.spec`."""

@@ -1,5 +1,5 @@
-"""python -m heedful.launch.worker FD SECONDS: compiles what the process at the other end of a
-socket asks for, one kernel after the other, until that one is gone or asked for nothing so long."""
+"""python -m heedful.launch.worker FD SECONDS: compiles kernels for the process at the other end of
+a socket, one after the other, until that process is gone or has asked for nothing for SECONDS."""
 
 import json
 import os
@@ -23,7 +23,7 @@ _FILES_HELP = "the compiler's files lie in the system's temporary folder, or in 
 
 
 def serve(channel: socket.socket, idle_seconds: float) -> None:
-    """Says hello, then answers, until nothing was asked for so long."""
+    """Sends a first message, then answers, until nothing was asked for so long."""
     _prefer_to_be_killed()
     from heedful.launch.code.triton_compat import compile_artifact
 
@@ -57,7 +57,8 @@ def _listen(channel: socket.socket, asked: SimpleQueue[bytes]) -> None:
 
 
 def _end() -> None:
-    """Ends this process and what it started, such as an assembler; their files go along."""
+    """Ends this process and those that it started, such as an assembler, and removes their
+    files."""
     shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
@@ -65,13 +66,13 @@ def _end() -> None:
 
 
 def _prefer_to_be_killed() -> None:
-    """Where memory is short, this process goes before the one that asked."""
+    """Asks the system to kill this process before the one that asked, if memory runs out."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("500")
 
 
 def _reported(error: Exception) -> dict[str, Any]:
-    """The error in words with what helps, and whether it is the machine's or the compiler's."""
+    """The error's message with advice, and whether the machine or the compiler is at fault."""
     text = str(error) or repr(error)
     helps = remedy(error, _FILES_HELP) or remedy(error.__cause__, _FILES_HELP)
     return {"text": text if text.endswith(helps) else text + helps, "machine": helps != ""}

@@ -1,8 +1,8 @@
 """The messages between a process and its worker: whole messages over a pair of sockets.
 
-A message is its length in 8 bytes, a letter that says what it is, and the rest. Sockets, since
-writing to one whose other end is gone can be asked to send no SIGPIPE, which some programs leave
-to end them.
+A message is its length in 8 bytes, a letter that says what it is, and the rest. Sockets, because a
+write to one whose other end is gone can be told to send no SIGPIPE, which would end programs that
+do not handle it.
 """
 
 import socket

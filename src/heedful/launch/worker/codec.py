@@ -1,5 +1,5 @@
-"""Kernel calls as JSON, for another process to compile. The form is closed: what is read makes a
-call of one of heedful's kernels or raises ValueError, and runs nothing."""
+"""Kernel calls as JSON, for another process to compile. The form is closed: decoding gives a call
+of one of heedful's kernels or raises ValueError, and runs no code."""
 
 import json
 import pkgutil
@@ -39,7 +39,7 @@ def encode(call: KernelCall, arch: str) -> bytes:
     """The facts about a call that the compiler needs for an architecture. Numbers that are given at
     run time are left out, as they may be expressions in lengths.
 
-    Raises TypeError for a constant that is no plain value.
+    Raises TypeError for a constant that is not a plain value.
     """
     parts = {
         "kernel": [call.kernel.module, call.kernel.function, call.kernel.dialect],
@@ -71,8 +71,8 @@ def _encoded(value: Any) -> Any:
 
 
 def decode(data: bytes) -> tuple[KernelCall, str]:
-    """The call, its numbers 0, and the architecture. Raises ValueError for what `encode` does not
-    write."""
+    """The call, with 0 for its numbers, and the architecture. Raises ValueError for what `encode`
+    does not write."""
     try:
         parts = parsed(data)
         module, function, dialect = parts["kernel"]

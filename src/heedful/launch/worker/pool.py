@@ -1,5 +1,5 @@
-"""The workers of this process, started when they are needed and kept for the next kernel; and how
-many of all processes of this user compile at once on this machine."""
+"""The workers of this process, started when they are needed and kept for the next kernel. It also
+limits how many workers of this user compile at once on this machine."""
 
 import atexit
 import logging
@@ -24,13 +24,13 @@ log = logging.getLogger("heedful.worker")
 # Workers that wait for work, the last used last, by the toolchain that they have.
 _idle: dict[str, list[Worker]] = {}
 _guard = new_lock()
-# How many kernels are to compile at once, where that is more than the settings say.
+# How many kernels may compile at once, if more than the settings say.
 _asked = 0
 
 
 def compile_artifact(call: KernelCall, arch: str) -> Artifact:
     """Compiles one call for an architecture, in a worker process. Raises CompileError with the
-    kernel's name, and what helps; the next call starts a worker anew."""
+    kernel's name and advice; the next call starts another worker."""
     chosen = installed.compiler()
     assert chosen is not None
     with _turn():
@@ -84,7 +84,7 @@ def _turn() -> Iterator[None]:
 
 @contextmanager
 def at_once(count: int) -> Iterator[None]:
-    """Meanwhile so many kernels may compile at once, if the settings say fewer."""
+    """Within it, up to `count` kernels may compile at once, even if the settings say fewer."""
     global _asked
     before, _asked = _asked, count
     try:

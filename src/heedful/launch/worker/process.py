@@ -24,7 +24,8 @@ from heedful.launch.spec import KernelCall
 from heedful.launch.worker.channel import BYE, CALL, ERROR, HELLO, KERNEL, receive, send
 from heedful.launch.worker.codec import encode
 
-# The variables that a worker has of this process, with those that tell the compiler what to make.
+# The environment variables that a worker inherits, besides those that change what the compiler
+# makes.
 _KEPT = ("PATH", "HOME", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
 _KEPT += ("DYLD_LIBRARY_PATH", "SYSTEMROOT")
 _MOST_WORDS = 4000
@@ -34,7 +35,7 @@ _HERE = f"HEEDFUL_TRITON={settings.PROCESS} compiles in this process"
 _BY_SIGNAL = {"SIGKILL": MEMORY_HELPS, "SIGABRT": MEMORY_HELPS}
 _BY_SIGNAL |= {"SIGSYS": f"a filter of system calls forbids what it does; {PACKS_HELP}"}
 
-# All that run, for a forked child to let go of.
+# All that run, so that a forked child can close its ends of their sockets.
 _running: "WeakSet[Worker]" = WeakSet()
 
 
@@ -43,7 +44,7 @@ class Ended(Exception):
 
 
 class Worker:
-    """A process that compiles with a Triton of its own. It ends when this process does.
+    """A process that compiles with another Triton. It ends when this process does.
 
     Raises CompileError where it cannot be started, or has another Triton than is wanted.
     """
@@ -73,7 +74,8 @@ class Worker:
             ) from None
 
     def _why_not(self, error: BaseException) -> str:
-        """Why the process was not started; a signal that ended it tells more than an error here."""
+        """Why the process was not started; if a signal ended it, that says more than an error
+        here."""
         if isinstance(error, TimeoutError):
             return "it took too long"
         if isinstance(error, EOFError | ConnectionError) and self._process is not None:
@@ -122,8 +124,8 @@ class Worker:
         return self._process is not None and self._process.poll() is None
 
     def compile(self, call: KernelCall, arch: str) -> Artifact:
-        """The compiled kernel. Raises CompileError with the kernel's name, and what helps; Ended if
-        the worker was gone. A worker that raised anything but the compiler's error has ended."""
+        """The compiled kernel. Raises CompileError with the kernel's name and advice; Ended if the
+        worker had ended before. After any error but the compiler's the worker has ended."""
         name, is_well = f"{call.kernel.function} for {arch}", False
         request, channel = encode(call, arch), self._channel
         assert channel is not None
@@ -162,7 +164,7 @@ class Worker:
             ) from None
 
     def _fate(self) -> str:
-        """How the process ended, and what helps."""
+        """How the process ended, and advice."""
         assert self._process is not None
         try:
             code = self._process.wait(10)
@@ -197,7 +199,8 @@ class Worker:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def let_go(self) -> None:
-        """In a forked child: the worker is its parent's. It is to see that one end."""
+        """Closes the socket in a forked child: the worker belongs to the parent, and must see when
+        the parent ends."""
         self._close()
         if self._process is not None:
             self._process.returncode = 0

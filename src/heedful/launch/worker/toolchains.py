@@ -1,5 +1,5 @@
-"""Toolchains of this user: a Triton each in a folder of the user's data folder, as `pip` or `uv`
-installs it from the user's own index, or from a file."""
+"""Toolchains of this user: folders in the user's data folder, each with a Triton that `pip` or `uv`
+installed from the user's index, or from a file."""
 
 import os
 import secrets
@@ -31,10 +31,9 @@ def folder() -> Path:
 
 def install(what: str | None, say: Callable[[str], None]) -> Compiler:
     """Installs a Triton, and starts a worker with it once. what: a version, or a wheel file, which
-    needs no network. say: is told the sizes before anything is downloaded.
-
-    Raises ValueError for what is neither, OSError without room or rights, RuntimeError where the
-    installer or the worker fails; nothing is left behind then.
+    needs no network. say: a function that prints the sizes before anything is downloaded. Raises
+    ValueError if `what` is neither, OSError without room or rights, RuntimeError if the installer
+    or the worker fails; then nothing is left.
     """
     wheel = Path(what or "") if (what or "").endswith(".whl") else None
     version, needed = _measured(wheel) if wheel else (what or VERSION, UNPACKED_BYTES)
@@ -51,7 +50,7 @@ def install(what: str | None, say: Callable[[str], None]) -> Compiler:
     say(f"Triton {version}: {about}{needed / 1e9:.2f} GB unpacked, {free / 1e9:.1f} GB are free")
     if free < room:
         raise OSError(f"{made.parent} lacks room: {room / 1e9:.2f} GB are needed")
-    # A name that nobody takes for a toolchain's before it is whole.
+    # Until it is complete, it has a name that no toolchain has.
     new = made.with_name(f".{secrets.token_hex(4)}")
     new.mkdir(mode=0o700)
     try:
@@ -109,7 +108,7 @@ def named(version: str | None) -> Compiler:
 def remove(version: str) -> Path:
     """Removes a toolchain. Raises ValueError where there is none, OSError where it cannot be."""
     root = named(version).root
-    # Out of the way first: half of one is none.
+    # Renamed first, so that a half-removed folder does not count as a toolchain.
     gone = root.with_name(f".{secrets.token_hex(4)}")
     os.rename(root, gone)
     shutil.rmtree(gone)
