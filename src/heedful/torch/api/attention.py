@@ -18,7 +18,7 @@ from heedful.torch.eager.calls import attend
 from heedful.torch.operands.plain import plain_length, plain_origin, plain_window
 from heedful.torch.traced import library
 
-# The values of the default need no check. It is known by identity, since (-1.0, -1) equals it. A
+# The default window needs no check. It is recognised by identity, since (-1.0, -1) equals it. A
 # traced call does not use this: Dynamo of torch 2.11 cannot compare identities.
 _UNBOUNDED = (-1, -1)
 
@@ -65,8 +65,9 @@ def flash_attn_func(
             uses KV head h // (heads_q // heads_k).
         v: (batch, seqlen_k, heads_k, head_dim_v), like q. Any strides; where the last dim is not
             contiguous, q, k and v are copied.
-        dropout_p: share of the probabilities to drop, 0 to 1; the rest is scaled by 1 / (1 - p).
-        softmax_scale: default 1 / sqrt(head_dim).
+        dropout_p: fraction of the probabilities to drop, 0 to 1; the others are multiplied by 1 /
+            (1 - p).
+        softmax_scale: by default 1 / sqrt(head_dim).
         causal: query i sees keys up to i + seqlen_k - seqlen_q (aligned bottom right).
         window_size: (left, right) keys around that diagonal, -1 = no bound; a third element keeps
             that many first keys visible. Any sequence of ints, also of NumPy's or in CPU tensors.
@@ -77,31 +78,32 @@ def flash_attn_func(
             torch.use_deterministic_algorithms.
         return_attn_probs: for tests: also return the probabilities, see below.
         seqused_q: int32 or int64 (batch,): how many queries of its row a sequence uses. The others
-            are never read; they give 0, lse -inf and no gradient. Masks align with what is used.
+            are never read; they give 0, lse -inf and no gradient. Masks align with the lengths in
+            use.
         seqused_k: int32 or int64 (batch,): how many keys of its row a sequence uses, from leftpad_k
-            on; all by default. The others are never read, and have a gradient of 0.
+            on; by default all. The others are never read, and have a gradient of 0.
         leftpad_k: int32 or int64 (batch,): where in its row the keys of a sequence begin.
         key_ranges: int32 (batch or 1, heads_q or 1, seqlen_q, 2 or 4): a query sees keys [a, b) of
             its own, or those of two such ranges, among those that the other masks show. Positions
             count from its sequence's first key. A range is cut to the keys that exist; one with a
             >= b shows none. `heedful.masks` makes them.
         bias: float, broadcastable to (batch, heads_q, seqlen_q, seqlen_k); differentiable. Or bool:
-            True where a query sees a key. A call makes it a bias of 16 bits, in memory of its own.
-        sink: float (heads_q,), a logit that takes part in every softmax without a value
-            (gpt-oss); differentiable.
-        s_aux, learnable_sink: other names of sink, of which one is given.
+            True where a query sees a key. The call makes it a bias of 16 bits in scratch memory.
+        sink: float (heads_q,), a logit in every softmax's denominator, without a value (gpt-oss);
+            differentiable. s_aux, learnable_sink: other names of sink; at most one of the three may
+            be passed.
         return_lse: also return the log-sum-exp of the scores.
-        num_splits: how many ways the keys are split: 0 = choose, 1 = do not.
+        num_splits: into how many splits the keys are cut: 0 = choose, 1 = do not split.
         q_descale, k_descale, v_descale: float32, () or (batch, heads_k), with fp8 alone: the real
             value is stored * descale.
-        dropout_seed: 64-bit int, or int64 tensor (1,) on the device; the mask is a pure function
-            of it. Default: drawn on the device from torch's generator.
+        dropout_seed: 64-bit int, or int64 tensor (1,) on the device; the mask is a pure function of
+            it. By default it is drawn on the device from torch's generator.
         dropout_origin: (batch, head, row, column) of this call's first score in a larger problem
             that it is a shard of, each from 0 to 2**32 - 1. The call then draws its part of the
             mask that the whole problem would draw from this seed. Heads are query heads; rows and
             columns count from each sequence's start.
-        out: (batch, seqlen_q, heads_q, head_dim_v) to write into, where no gradient is wanted.
-        backend: the backend to run on, or raise; default: the planner's choice.
+        out: (batch, seqlen_q, heads_q, head_dim_v) to write into, if no gradient is wanted.
+        backend: the backend to run on; it raises if that cannot. By default the planner chooses.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype (bfloat16 for fp8, unless `out`
@@ -205,26 +207,25 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Attention over sequences of different lengths, packed one after the other.
 
-    Arguments that are not listed are those of `flash_attn_func`, with seqlen_q and seqlen_k the
-    largest lengths where a shape names them.
+    Arguments that are not listed are those of `flash_attn_func`; seqlen_q and seqlen_k in their
+    shapes are the largest lengths.
 
     Args:
         q: (total_q, heads_q, head_dim).
         k: (total_k, heads_k, head_dim), or with block_table (num_pages, page_size, heads_k,
             head_dim).
         v: as k, with head_dim_v.
-        cu_seqlens_q, cu_seqlens_k: int32 or int64 (batch + 1,) on the device, which calls cast to
-            int32 by a launch each: sequence b's storage is tokens cu_seqlens[b] to cu_seqlens[b +
-            1]. Zero-length sequences are fine. cu_seqlens_k may be None with block_table and
-            seqused_k.
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 (batch + 1,) on the device: sequence b's storage
+            is tokens cu_seqlens[b] to cu_seqlens[b + 1]. An int64 tensor costs a launch that casts
+            it. Sequences may be empty. cu_seqlens_k may be None with block_table and seqused_k.
         max_seqlen_q, max_seqlen_k: ints, at least the longest sequence. A tensor that is not on a
-            CPU is not read, since that would wait for the device. The number of all tokens of q or
-            k takes its place (or of all keys of a row of block_table, or the bias's own length), at
-            the cost of some empty tiles.
+            CPU is not read, since that would wait for the device. An upper bound takes its place
+            (all tokens of q or k, all keys of a row of block_table, or the bias's length), at the
+            cost of some empty tiles.
         block_table: int32 or int64 (batch, pages): where the pages of each sequence are; any page
             size.
         seqused_q, seqused_k: int32 or int64 (batch,): how many tokens of its storage a sequence
-            uses; the rest is never read, and gives 0 with lse -inf.
+            uses; the others are never read, and give 0 with lse -inf.
         key_ranges: int32 (total_q, 2 or 4), the same for all heads.
 
     Returns:
@@ -233,7 +234,7 @@ def flash_attn_varlen_func(
 
     Raises:
         TypeError, ValueError: naming the argument, before anything is launched or written. Values
-        on a GPU (lengths, page numbers) are not read back: they are the caller's promise.
+            on a GPU (lengths, page numbers) are not read back, and so not checked.
     """
     if s_aux is not None or learnable_sink is not None:
         sink = one_sink(sink, s_aux, learnable_sink)
@@ -294,8 +295,8 @@ def plain_lengths(lengths: tuple, q, k, bias, block_table) -> tuple:
 
 
 def _most_rows(x, bias, dim: int, block_table=None) -> int:
-    """A bound on the rows of any sequence in x: the rows of its storage, or those of the bias,
-    which may be fewer. Arguments may be anything: later checks report errors in them."""
+    """An upper bound of the rows of any sequence in x: the rows of its storage, or those of the
+    bias, which may be fewer. Arguments may be wrong: later checks report errors in them."""
     if isinstance(bias, Tensor) and bias.dim() >= -dim and bias.shape[dim] > 1:
         return bias.shape[dim]
     if not isinstance(x, Tensor) or x.dim() < 2:

@@ -42,8 +42,8 @@ _KINDS = {
 
 
 def explain(function: Callable, *args, **kwargs) -> str:
-    """The kernels that would run `function(*args, **kwargs)`, and why no others do; nothing is
-    launched or written.
+    """The kernels that would run `function(*args, **kwargs)`, and the reasons against others;
+    nothing is launched or written.
 
     Args:
         function: one of heedful's attention functions. Its tensors may be fake: those without an
@@ -75,8 +75,8 @@ def explain(function: Callable, *args, **kwargs) -> str:
 
 
 def _appended(chosen: plan.Plan, update: CacheUpdate) -> str | None:
-    """Why new keys go into the cache before attention, or that they need not; None without any.
-    update: of ArraySpecs."""
+    """Why a launch before attention writes the new keys into the cache, or that none does; None
+    without new keys. update: its arrays are ArraySpecs."""
     if update.k is None:
         return None
     leaves_q = update.shared_prefix is not None and update.rotary_cos is not None
@@ -110,7 +110,7 @@ def _call(kind: str, given: dict[str, Any]) -> AttentionCall:
 
 
 def _cache_call(given: dict[str, Any]) -> tuple[AttentionCall, CacheUpdate]:
-    """The attention over the cache, once it is extended; and by what, of ArraySpecs."""
+    """The attention over the extended cache, and the update as ArraySpecs."""
     x, options, update = bind("kvcache", given)
     check_tensors(x, options)
     options, update = plain_options(options), plain_update(update, x.q)
@@ -146,12 +146,12 @@ def _spec(tensor: Tensor) -> ArraySpec:
 
 
 def _lies_in(v: Tensor, k: Tensor) -> bool:
-    """As `lies_in`; tensors without an address, and calls that are traced, are not known to."""
+    """As `lies_in`; False for tensors without an address and in traced calls."""
     return not needs_dispatcher(v, k, k) and lies_in(v, k)
 
 
 def _autocast_dtype(q: Tensor) -> torch.dtype | None:
-    """The dtype that autocast gives floats, None where it is off."""
+    """The dtype to which autocast casts floats, None where it is off."""
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None
@@ -159,7 +159,7 @@ def _autocast_dtype(q: Tensor) -> torch.dtype | None:
 
 
 def _cast(spec: ArraySpec, dtype: torch.dtype) -> ArraySpec:
-    """The array in another dtype, if it is one of floats."""
+    """The array in another dtype, if it holds floats."""
     if spec.dtype not in FLOATS or spec.dtype == dtype_name(dtype):
         return spec
     own = getattr(torch, spec.dtype)

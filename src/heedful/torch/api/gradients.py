@@ -1,5 +1,5 @@
-"""The gradients of a call for those who kept its results themselves, as an autograd function of
-their own does."""
+"""The gradients of a call from its results, without autograd: for autograd functions of the
+user's."""
 
 from collections.abc import Sequence
 
@@ -60,13 +60,11 @@ def attention_backward(
     bias_grad: bool = True,
     backend: str | None = None,
 ) -> Gradients:
-    """The gradients of sum(out * dout) + sum(lse * dlse) by the inputs of a call.
-
-    The call is one of `flash_attn_func`, or with cu_seqlens_q of `flash_attn_varlen_func`.
-    Arguments that are not listed are that function's, and must be as the call had them. k and v may
-    be a part of the keys, as under context parallelism, with out and lse of all keys: the gradients
-    are then those of that part. Autocast changes nothing here: tensors come as the kernels had
-    them.
+    """The gradients of sum(out * dout) + sum(lse * dlse) with respect to the inputs of a call of
+    `flash_attn_func`, or with cu_seqlens_q of `flash_attn_varlen_func`. Arguments that are not
+    listed are that function's, and must be those of the call. k and v may be a part of the keys, as
+    under context parallelism, with out and lse of all keys: the gradients are then those of that
+    part. Autocast casts nothing here: pass the tensors in the dtypes that the kernels had.
 
     Args:
         dout: as out, any strides.
@@ -137,13 +135,13 @@ def attention_backward(
 
 
 def _eager(x: Operands, options: Options, saved: tuple, seed, bias_grad: bool) -> Gradients:
-    """The gradients of a call that nobody looks on. saved: dout, dlse, out, lse."""
+    """The gradients of a call that no transform or tracer sees. saved: dout, dlse, out, lse."""
     dout, dlse, out, lse = saved
     how, call = None, None
     try:
         types = map(type, (*options[NUMBERS], *x, *saved, seed, bias_grad))
         how = ("backward", options, bias_grad, *types)
-        # Tensors like those of the last such call are known without a key.
+        # If tensors are like those of the last such call, no key is made.
         call = CALLS.latest.get(how)
     except TypeError:
         # As in `calls.attend`.
@@ -157,7 +155,7 @@ def _eager(x: Operands, options: Options, saved: tuple, seed, bias_grad: bool) -
 
 
 def _lies_as(dlse: Tensor, lse: Tensor) -> bool:
-    """Whether dlse is a contiguous tensor of lse's kind, whose own is known."""
+    """Whether dlse is contiguous, with the shape and dtype of lse."""
     return (
         dlse.shape == lse.shape
         and dlse.dtype == torch.float32

@@ -62,7 +62,7 @@ _ARGUMENTS += (
     "shared_prefix",
     "out",
 )
-# The names that programs give the arrays that come on top of the operands.
+# The names of the arrays in programs that are not operands.
 _NEW = {"k_new": "k", "v_new": "v", "q_new": "q"}
 
 
@@ -101,7 +101,7 @@ def flash_attn_with_kvcache(
     backend: str | None = None,
 ) -> Any:
     """Attention of the newest tokens over a cache of keys and values, for inference: no gradient is
-    recorded. k and v, if given, are first written into the cache, in place.
+    recorded. k and v, if passed, are first written into the cache, in place.
 
     Arguments that are not listed are those of `flash_attn_func`.
 
@@ -114,16 +114,17 @@ def flash_attn_with_kvcache(
             (MLA), which are then read once.
         k, v: (batch, new_len, heads_k, head_dim | head_dim_v) in the caches' dtype, written at
             positions cache_seqlens on. For a quantised cache they come in q's dtype and are
-            quantised. Given scales of heads are used (1 by default). Scales and shifts of groups
-            are found as quantize_kv finds them, and written too. Or k and v come quantised, and the
-            caller writes their scales.
+            quantised. Scales of heads are used as they are (by default 1). Scales and shifts of
+            groups are computed as by quantize_kv, and written into their tensors, too. Or k and v
+            come quantised, and the caller writes their scales.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), q's dtype or float32. Keys are rotated
             at positions cache_seqlens, cache_seqlens + 1, ..., queries too if causal or windowed;
-            otherwise all queries at position cache_seqlens. They need k and v. There are at least
-            as many positions as the cache holds, and no query may be at a position past the last.
+            otherwise all queries at position cache_seqlens. They require k and v. They have at
+            least as many positions as the cache, and no query may have a position past the last.
         cache_seqlens: int, or int32 or int64 (batch,): tokens in the cache, without the new ones.
-            Default: the whole cache is used. In a tensor, a negative length marks a row without a
-            sequence (padding): nothing is written or read for it, and its rows of out are 0.
+            By default the whole cache is used. In a tensor, a negative length marks an entry
+            without a sequence (padding): nothing is written or read for it, and its rows of out are
+            0.
         cache_batch_idx: int32 or int64 (batch,): which row of the cache belongs to each sequence.
         cache_leftpad: int32 or int64 (batch,): where in its row a sequence begins.
         block_table: int32 or int64 (batch, pages): where the pages of each sequence are.
@@ -223,8 +224,8 @@ def flash_attn_with_kvcache(
 def _parts(
     values: tuple, given: tuple, operands, options, update
 ) -> tuple[Operands, Options, CacheUpdate]:
-    """The parts of a call, made by these functions. given: its arguments that are tensors, as
-    `_ARGUMENTS` has them; values: the others."""
+    """The operands, options and update of a call, made by these functions. given: its arguments
+    that are tensors, in the order of `_ARGUMENTS`; values: the others."""
     scale, causal, window_size, softcap, interleaved, splits, return_lse, backend = values
     q, k_cache, v_cache, k, v, cos, sin, lengths, rows, pads, table, alibi, *more, prefix, _ = given
     k_descale, v_descale, k_shift, v_shift, sink, tree_mask, key_ranges = more
@@ -260,19 +261,17 @@ def _parts(
 
 
 class CacheCall:
-    """The parts that one kind of call over a cache needs each time.
-
-    attention: over the cache; prefix: over the shared prefix and both together, where there is
-    one. new: tokens that are appended. rotated:
-    `last_rotated_length`, where lengths that leave room for the new tokens may exceed it, else
-    None. step: what appends them on a GPU, and attends then; update: what appends on a CPU,
-    update(x, update, start). counts: whether the step also counts the keys. records: whether
-    autograd would record what torch does here, which nobody wants. aligned: whether all tensors
-    begin at multiples of 16 bytes. on(addresses): what a call makes that is no more than one
-    program on a GPU, from those that `like` gives; None in others. apart, apart_on: what looks
-    whether the call writes what it reads, of all its tensors, and of those that `on` has. like:
-    tells tensors of this kind; k, v: where the caches are among these, which begin at one address
-    if `shares`.
+    """A bound call over a cache: all that calls with one key need each time. attention: the
+    attention over the cache; prefix: that over the shared prefix, and the merge of both, if there
+    is one. new: how many tokens are appended. rotated: `last_rotated_length`, if lengths that leave
+    room for the new tokens may exceed it, else None. step: on a GPU, appends and attends; update:
+    on a CPU, update(x, update, start) appends. counts: whether the step also counts the keys.
+    records: whether autograd would record torch's operations here, which is not wanted. aligned:
+    whether all tensors begin at multiples of 16 bytes. on(addresses): the results of a call that is
+    one program on a GPU, from the addresses that `like` returns; None for others. apart, apart_on:
+    check that the call does not write what it reads, by all its tensors, and by the addresses of
+    `on`. like: recognises tensors of this kind; k, v: the caches' indices among these; the caches
+    begin at one address if `shares`.
     """
 
     __slots__ = (
@@ -282,7 +281,7 @@ class CacheCall:
     )
 
     def __init__(self, x: Operands, options: Options, update: CacheUpdate, out: Tensor | None):
-        """Raises TypeError or ValueError for a call that cannot be."""
+        """Raises TypeError or ValueError for arguments that are wrong."""
         asked, before, tensors = x, update.shared_prefix, cache_tensors(x, update, out)
         check_all_bare(tensors.items())
         problem = check_cache(*cache_call(x, options, update, out))
@@ -329,7 +328,7 @@ class CacheCall:
         self._be_known(asked, update)
 
     def _be_known(self, x: Operands, update: CacheUpdate) -> None:
-        """Sets what knows tensors of this kind again. x: without the lengths."""
+        """Sets `like`, which recognises tensors of this kind. x: without the lengths."""
         given, names = _arguments(x, update), self._program_names(x, update)
         places = None if names is None else [_ARGUMENTS.index(name) for name in names]
         self.like = Likeness(given, places=places)
@@ -337,7 +336,7 @@ class CacheCall:
         self.k, self.v, self.on, self.apart_on = 1, 2, None, None
         if names is not None:
             self.k, self.v = names.index("k_cache"), names.index("v_cache")
-            runner: Any = self.attention.runner  # of a GPU: no other has names
+            runner: Any = self.attention.runner  # on a GPU: other calls have no names
             if self.step is None:
                 runner.bind()
             self.on = (self.step or runner).run
@@ -345,8 +344,8 @@ class CacheCall:
             self.apart_on = cache_apart({name: by_name[name] for name in names}, self.new > 0)
 
     def _program_names(self, x: Operands, update: CacheUpdate) -> list[str] | None:
-        """The arguments whose addresses the call's program takes, in its order; None where a call
-        is more than one program, or some arguments are copied."""
+        """The arguments whose addresses the call's program takes, in its order; None if the call is
+        more than one program, or some arguments are copied."""
         lengths, step = update.cache_seqlens, self.step
         more = self.checks or not self.attention.plain or self.prefix is not None
         if more or isinstance(lengths, int):
@@ -367,7 +366,7 @@ class CacheCall:
 
 
 def _arguments(x: Operands, update: CacheUpdate) -> tuple:
-    """The arguments of a call that are tensors, or would be; without `out`."""
+    """The arguments of a call that may be tensors, without `out`."""
     given = {argument_name(n, "kvcache"): t for n, t in zip(Operands._fields, x, strict=True)}
     given |= update._asdict()
     return (*[given[name] for name in _ARGUMENTS[:-1]], None)
@@ -381,7 +380,8 @@ def _length_like(update: CacheUpdate, q: Tensor) -> Tensor:
 
 
 def _eager(x: Operands, options: Options, update: CacheUpdate, out, known_as: Any = None):
-    """known_as: what tells tensors like these, with the last such call, by its likeness."""
+    """known_as: the options under which the last such call is kept, whose `like` recognises its
+    tensors."""
     q, k_cache, prefix = x.q, x.k, update.shared_prefix
     given, key, call = x + update, None, None
     try:
@@ -411,7 +411,7 @@ def _eager(x: Operands, options: Options, update: CacheUpdate, out, known_as: An
 
 
 def _checked(call: CacheCall, x: Operands, update: CacheUpdate, out):
-    """One call of a known kind, whose plain lengths are still to be checked."""
+    """Runs a call of a known kind, after a check of its plain lengths."""
     lengths = update.cache_seqlens
     if isinstance(lengths, int):
         check_int_length(lengths, call.new, call.capacity)
@@ -424,7 +424,7 @@ def _checked(call: CacheCall, x: Operands, update: CacheUpdate, out):
 
 
 def _run(call: CacheCall, x: Operands, update: CacheUpdate, out):
-    """One call on real tensors: nothing is written before everything is known to be right."""
+    """Runs a call on real tensors: nothing is written before everything is checked."""
     if call.apart is not None:
         values = cache_values(x, update, out)
         call.apart.check([t.data_ptr() for t in values if isinstance(t, Tensor)])
@@ -457,7 +457,7 @@ def _run(call: CacheCall, x: Operands, update: CacheUpdate, out):
 
 
 def _start(update: CacheUpdate, x: Operands) -> Tensor:
-    """Where new tokens go in each sequence's storage."""
+    """The row of each sequence's first new token in its storage."""
     start = update.cache_seqlens
     if not isinstance(start, Tensor):
         shape, device = (x.q.shape[0],), x.q.device
@@ -486,13 +486,13 @@ def _autocast(q: Tensor, k_cache: Tensor, k, v) -> tuple:
 
 
 def _traced(x: Operands, options: Options, update: CacheUpdate, out):
-    """As `_eager`, in operations that torch.compile and functorch see."""
+    """As `_eager`, by operations that torch.compile and functorch see."""
     q, k_cache = x.q, x.k
     real = isinstance(q, Tensor) and isinstance(k_cache, Tensor) and q.device.type != "meta"
     if real and is_autocast_enabled(q.device.type):
         q, *new = _autocast(q, k_cache, *update[:2])
         update = update._replace(k=new[0], v=new[1])
-        # Their dtypes are known now, and not those that operators would cast them to.
+        # Their dtypes are checked now, before operators would cast them.
         with torch.autocast(q.device.type, enabled=False):
             return _traced(x._replace(q=q), options, update, out)
     update, given = plain_update(update, q), plain_options(options)

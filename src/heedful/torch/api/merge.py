@@ -1,4 +1,4 @@
-"""Partial attention results of one query over disjoint keys, put together."""
+"""Merges partial attention results over disjoint keys."""
 
 from collections.abc import Sequence
 
@@ -25,16 +25,14 @@ from heedful.torch.traced.private import wants_gradients
 def merge_attn_states(
     outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor], sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The attention over all keys from attentions over parts of them (split KV, shared prefixes,
-    rings): softmax weights of the parts are exp(lse - lse of the whole).
+    """The attention over all keys from attentions over parts of them (split keys, shared prefixes,
+    ring attention): a part's weight is exp(lse of the part - lse of the whole). Twice
+    differentiable. Parts must be computed without the sink; it enters here, once.
 
-    Differentiable, twice too. Parts must be computed without the sink; it enters here, once.
-
-    An lse rounded to float32 once is off by up to 2^-24 |lse|. So out is off by up to
+    The rounding of an lse to float32 changes it by up to 2^-24 |lse|. So out is off by up to
     tanh(2^-25 |lse|) of the distance between two parts' outputs, for the largest |lse| of a query:
-    3e-6 at 100, 3e-4 at 1e4, 3 % at 1e6; from 1e8 on any share of the parts may come out. lse is
-    off by up to 2^-23 |lse|.
-    One call over all keys, of any num_splits, keeps maximum and sum apart instead.
+    3e-6 at 100, 3e-4 at 1e4, 3 % at 1e6; from 1e8 on the weights of the parts are arbitrary. lse is
+    off by up to 2^-23 |lse|. One call over all keys, with any num_splits, does not have this error.
 
     Args:
         outs: (parts, batch, seqlen, heads, head_dim) or (parts, tokens, heads, head_dim): float16,
@@ -89,12 +87,12 @@ def merge_attn_states(
     return merge(_stacks(outs, lses, sink))
 
 
-# The function that merges stacks of one kind.
+# The merge of one kind of stacks.
 MERGES = settings.forgotten(Kinds())
 
 
 def _stacks(outs: Tensor, lses: Tensor, sink: Tensor | None) -> dict[str, Tensor]:
-    """The stacks that the kernel of a GPU takes."""
+    """The stacked arguments of the GPU's kernel."""
     tensors = {"partial_out": dense_rows(outs), "partial_lse": dense_rows(lses)}
     if sink is not None:
         tensors["sink"] = sink.contiguous()
@@ -102,10 +100,9 @@ def _stacks(outs: Tensor, lses: Tensor, sink: Tensor | None) -> dict[str, Tensor
 
 
 class DeviceMerge:
-    """As `merged`, for arrays of one kind on one GPU; compiles when it is made.
-
-    specs: partial_out and partial_lse are stacks. apart_out and apart_lse are one part more, if
-    they are there; sink and out may be, too.
+    """As `merged`, for arrays of one kind on one GPU; compiles when it is made. specs: partial_out
+    and partial_lse are stacks. apart_out and apart_lse, if they are there, are one more part; sink
+    and out are optional, too.
     """
 
     def __init__(self, specs: dict[str, ArraySpec], device: torch.device):
@@ -131,10 +128,11 @@ class DeviceMerge:
 def merged(
     outs: Tensor, lses: Tensor, sink: Tensor | None = None, sums: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As merge_attn_states, on checked stacks; computes in the dtype of lses. With sums, like lses,
-    these are the parts' maxima, and sums those of the exponentials by them."""
+    """As merge_attn_states, on checked stacks; computes in the dtype of lses. If `sums` is passed,
+    `lses` are the parts' maxima, and `sums`, with the same shape, their sums of exp(score -
+    maximum)."""
     lses = torch.where(lses == torch.inf, -torch.inf, lses)
-    # The maximum is a shift that cancels: no gradient flows through it.
+    # The maximum cancels: no gradient flows through it.
     top = lses.detach().amax(0)
     if sink is not None:
         top = torch.maximum(top, sink.detach()[:, None])
@@ -146,7 +144,7 @@ def merged(
     if sink is not None:
         total = total + torch.exp(sink[:, None] - top)
     empty = total == 0
-    # log and division see 1 where there is no key at all, so that no NaN enters the gradients.
+    # log and division get 1 where there is no key, so that no NaN enters the gradients.
     total = torch.where(empty, 1.0, total)
     lse = torch.where(empty, -torch.inf, top + torch.log(total))
     share = (weights / total).transpose(-1, -2)[..., None]

@@ -1,6 +1,5 @@
-"""The packed forms of attention: q, k and v (or k and v) in one tensor.
-
-Gradients come back through one `unbind`, whose backward writes the packed gradient once.
+"""The packed forms of attention: q, k and v (or k and v) in one tensor. They are split by one
+`unbind`, whose backward writes the packed gradient once.
 """
 
 import re
@@ -21,7 +20,7 @@ _LAYOUTS = {
 
 
 def _unpacked(name: str, tensor, varlen: bool = False) -> tuple[Tensor, ...]:
-    """The parts along the third dim from the end; ValueError naming the argument."""
+    """The tensors along the third dim from the end; ValueError naming the argument."""
     layout = _LAYOUTS[name, varlen]
     check_tensor(name, tensor)
     if tensor.dim() != layout.count(",") + 1 or tensor.shape[-3] != len(name):
@@ -30,8 +29,8 @@ def _unpacked(name: str, tensor, varlen: bool = False) -> tuple[Tensor, ...]:
 
 
 def _check_keywords(function: Callable, keywords: dict[str, Any], stands_for: Any) -> None:
-    """TypeError, as of any function, for a keyword that `function` does not have, which passes them
-    on to the one that it stands for."""
+    """TypeError for a keyword that the function behind `function`, which passes keywords on, does
+    not have."""
     for name in keywords:
         if name not in stands_for.__kwdefaults__:
             words = f"{function.__name__}() got an unexpected keyword argument {name!r}"

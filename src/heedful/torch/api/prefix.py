@@ -1,8 +1,7 @@
-"""Attention over a prefix that all sequences share and over what each has after it, merged.
-
-A float32 log-sum-exp far from 0 does not give the weights of two results. So on a GPU the kernels
-also give the rest that its rounding left, and on a CPU maxima and sums are computed where they are
-needed.
+"""Attention over a prefix that all sequences share and over the cache of each after it, merged. A
+float32 log-sum-exp far from 0 is not exact enough for the weights of two results. So on a GPU the
+kernels also return what its rounding left (`rest`), and on a CPU maxima and sums are computed where
+they are needed.
 """
 
 from typing import Any
@@ -30,15 +29,14 @@ from heedful.torch.traced.private import untraced
 
 
 def keeps_rest(q: Tensor) -> bool:
-    """Whether a kernel merges results for these queries, which needs their rest."""
+    """Whether a kernel merges results for these queries; it needs their `rest`."""
     return device_spec(q.device).vendor != "cpu" and q.numel() > 0
 
 
 class Prefix:
-    """The parts that one kind of call with a shared prefix needs each time, beside its attention
-    over the cache. That attention's results keep a rest if `keeps_rest` says so.
-
-    call: of the prefix. merge: what merges the results of both on a GPU, None on a CPU.
+    """The bound attention over a shared prefix, and its merge with the attention over the cache,
+    whose results have a rest if `keeps_rest` says so. call: the attention over the prefix. merge:
+    merges both results on a GPU; None on a CPU.
     """
 
     __slots__ = ("call", "merge")
@@ -52,7 +50,7 @@ class Prefix:
         sink: Tensor | None,
         out: Tensor | None,
     ):
-        """q: as attention gets it. problem, options: of the whole call. Raises as Call."""
+        """q: as attention gets it. problem, options: those of the whole call. Raises as Call."""
         dense = options._replace(kind="dense", causal=False, return_lse=True)
         self.merge, on_gpu = None, keeps_rest(q)
         self.call = Call(_operands(q, prefix), dense, (False, False), None, keeps_rest=on_gpu)
@@ -67,8 +65,8 @@ class Prefix:
     def merged(
         self, attention: Call, x: Operands, prefix, part, lse, sink, out
     ) -> tuple[Tensor, Tensor]:
-        """out and lse of the whole. x: the operands of the attention over the cache, of which part
-        and lse came; on a GPU lse is a pair with its rest."""
+        """out and lse of both together. x: the operands of the attention over the cache. part, lse:
+        its results; on a GPU lse is a pair with its rest."""
         y, before = _operands(x.q, prefix), self.call
         sink = None if sink is None else sink.float()
         if not before.plain:
@@ -77,7 +75,7 @@ class Prefix:
         if self.merge is None:
             far = far_lse(x.q.element_size())
             if _has_far_rows(first_lse, far) or _has_far_rows(lse, far):
-                statistics: Any = (before.runner, y), (attention.runner, x)  # of a CPU, all
+                statistics: Any = (before.runner, y), (attention.runner, x)  # all of a CPU
                 pair = [runner.statistics(given) for runner, given in statistics]
                 return on_own_thread(_merged_by_statistics, first, part, *pair, sink, out)
             return on_own_thread(_merged, first, first_lse, part, lse, sink, out)
@@ -98,12 +96,12 @@ class Prefix:
 def _device_merge(
     problem: AttentionProblem, sink: Tensor | None, out: Tensor | None, device: torch.device
 ) -> DeviceMerge:
-    """The function that merges the results of the cache with those of the prefix, all of which are
-    dense; the batch was one sequence of the latter."""
+    """The merge of the results over the cache with those over the prefix. All are dense; for the
+    prefix the batch was one sequence."""
     batch, rows, heads, _ = problem.out_shape
     lse = ArraySpec.contiguous(problem.lse_shape, "float32")
     of_prefix = ArraySpec((1, *problem.lse_shape), (0, rows, batch * rows, 1), "float32")
-    # Where it begins is all that a kernel is told of a rest.
+    # A kernel gets only the address of a rest.
     whole = ArraySpec.contiguous((1, heads, batch * rows), "float32")
     specs = {
         "partial_out": ArraySpec.contiguous((1, *problem.out_shape), problem.out_dtype),
@@ -127,18 +125,19 @@ def _operands(q: Tensor, prefix) -> Operands:
 
 
 def _by_sequences(vector: Tensor, part: Tensor) -> Tensor:
-    """A view by sequences of what a batch has a row that was seen as one sequence. part: of it."""
+    """A view by sequences of a vector with a number for each row of a batch that was one sequence.
+    part: the batch's results."""
     batch, q_len, heads, _ = part.shape
     return vector.view(heads, batch, q_len).transpose(0, 1)
 
 
 def _has_far_rows(lse: Tensor, far: float) -> bool:
-    """Whether a row's log-sum-exp is so far from 0 that a merge by it would err."""
+    """Whether a row's log-sum-exp is so far from 0 that a merge by it would be inexact."""
     return bool(((lse.abs() >= far) & lse.isfinite()).any())
 
 
 def _merged_by_statistics(first: Tensor, part: Tensor, of_first, of_part, sink, out):
-    """As `_merged`, by maxima and sums of the rows."""
+    """As `_merged`, but by maxima and sums of the rows."""
     vectors = [_by_sequences(vector, part) for vector in of_first]
     maxima, sums = (torch.stack(pair) for pair in zip(vectors, of_part, strict=True))
     both = torch.stack([first.view(part.shape), part])
@@ -147,25 +146,25 @@ def _merged_by_statistics(first: Tensor, part: Tensor, of_first, of_part, sink, 
 
 
 def _merged(first: Tensor, first_lse: Any, part: Tensor, lse: Any, sink, out):
-    """out and lse of two parts, the first of which saw the batch as one sequence."""
+    """out and lse merged from two results; for the first the batch was one sequence."""
     first_lse = _by_sequences(first_lse, part)
     whole, lse = merge_attn_states([first.view(part.shape), part], [first_lse, lse], sink)
     return whole if out is None else out.copy_(whole), lse
 
 
-# The same as an operator, for whoever is to see the call.
+# The same as an operator, for tracers and transforms.
 
 
 def prefixed(x: Operands, options: Options, prefix: tuple[Tensor, Tensor]) -> tuple[Any, Any]:
     """out and lse of the attention over a cache that is not extended, and over a prefix before it,
-    through the dispatcher. x: with the sink."""
+    through the dispatcher. x: includes the sink."""
     if has_shards((*prefix, *x)):
         raise no_shards("flash_attn_with_kvcache")
     return torch.ops.heedful.prefixed_attention_v2.default(*prefix, *x, *options)
 
 
 class Prefixed:
-    """The parts that one kind of call of the operator needs each time."""
+    """All that one kind of call of the operator needs each time."""
 
     __slots__ = ("_attention", "_prefix")
 
@@ -186,7 +185,8 @@ class Prefixed:
 
 
 def _plain(args: tuple) -> tuple[Operands, Options]:
-    """The operands and options among the operator's arguments, lists as they were given."""
+    """The operands and options among the operator's arguments; tuples that it takes as lists are
+    tuples again."""
     x, options, _ = split(args)
     window, origin = tuple(options.window_size), tuple(options.dropout_origin)
     return x, options._replace(window_size=window, dropout_origin=origin)

@@ -1,2 +1,2 @@
-"""torch's arrays, devices, dispatcher and threads, as the rest sees them. Imports nothing else of
+"""torch's arrays, devices, dispatcher and threads, for the other folders. Imports nothing else of
 `heedful.torch`."""

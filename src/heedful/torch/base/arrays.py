@@ -9,7 +9,7 @@ _new = tuple.__new__
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name as heedful's core has it."""
+    """The dtype's name in heedful's core."""
     return str(dtype).removeprefix("torch.")
 
 

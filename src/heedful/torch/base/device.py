@@ -1,4 +1,4 @@
-"""The devices and tools that torch sees, as the planner's facts."""
+"""torch's devices and versions as the planner's facts."""
 
 import sys
 from dataclasses import replace
@@ -15,7 +15,8 @@ from heedful.launch.code import packs
 
 @cache
 def device_spec(device: torch.device) -> DeviceSpec:
-    """The live figures of a torch device. Raises ValueError for kinds heedful does not know."""
+    """A torch device's DeviceSpec, read from the hardware. Raises ValueError for kinds heedful does
+    not know."""
     if device.type == "cpu":
         return replace(KNOWN["CPU"], units=torch.get_num_threads())
     if device.type != "cuda":
@@ -39,9 +40,9 @@ def device_spec(device: torch.device) -> DeviceSpec:
 
 
 def toolchain(device: torch.device | None = None) -> Toolchain:
-    """The versions of the Triton that compiles and of this torch, the packs loaded and, of a
-    device, the backends validated on it (None is the first GPU or, without one, the CPU); jax takes
-    no part in torch calls."""
+    """The versions of the Triton that compiles and of torch, the loaded packs, and the backends
+    validated on a device (None is the first GPU or, without one, the CPU). jax does not matter for
+    torch calls."""
     if device is None:
         device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     validated = validations.validated(device_spec(device))

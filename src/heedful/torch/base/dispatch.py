@@ -1,6 +1,5 @@
-"""Whether a call may run at once, or has to go through torch's dispatcher for somebody to see it.
-
-The only users of torch's private names for that.
+"""Whether a call may run at once, or has to go through torch's dispatcher because a tracer, a mode
+or a subclass must see it. Torch's private names for this are used only here.
 """
 
 import sys
@@ -15,10 +14,10 @@ from torch.autograd import Function, forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-# Whether a functorch transform (vmap, grad, ...) is under way.
+# Whether a functorch transform (vmap, grad, ...) is active.
 transforms_active = torch._C._are_functorch_transforms_active
 _modes_active = torch._C._len_torch_dispatch_stack
-# The classes that are torch's own, and no subclass that wants to see a call.
+# torch's own classes, which are no subclasses that intercept calls.
 OWN = (Tensor, Parameter)
 
 _KEY = torch._C.DispatchKey
@@ -40,26 +39,27 @@ any_autocast = torch._C._is_any_autocast_enabled
 
 
 def bare_apply(function: type[Function]):
-    """`function.apply` for tensors that no functorch transform has ever wrapped, which saves the
-    look for such wrappers: a fifth of the call."""
+    """`function.apply` for tensors that no functorch transform has wrapped. It does not look for
+    such wrappers, which saves a fifth of the call."""
     # The C base class has it, which stubs do not say.
     return super(Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def bare_backward(function: type[Function]) -> None:
-    """Lets autograd's engine call `function.backward` itself, which saves its look for another way
-    to say what a backward is: a fiftieth of the call. Torch's own way does the same."""
-    # Where a torch has no such class, or never asks it, the look is made.
+    """Lets autograd's engine call `function.backward` directly, without looking for `vjp`: this
+    saves a fiftieth of the call."""
+    # In a torch without such a class, nothing changes.
     backward_class: Any = getattr(function, "_backward_cls", None)
     if backward_class is not None:
         backward_class.apply = function.backward
 
 
 def same_metadata(tensors: Sequence[Tensor], moving: Sequence[int] | None = None):
-    """A function that tells whether tensors have these ones' types, shapes, strides, dtypes and
-    devices, require gradients where these do, and are one where these are. Made for torch.compile's
-    guards, which want each but once; a fourth of the time of making a key and looking it up.
-    moving: by tensor how many sizes come first that lengths may change, with the strides."""
+    """A function that tells whether other tensors have the types, shapes, strides, dtypes and
+    devices of these, require gradients where these do, and are the same object where these are. It
+    is the guard code of torch.compile, and takes a fourth of the time of making a key and looking
+    it up. moving: for each tensor, how many of its first sizes lengths may change, with their
+    strides."""
     first = {id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
     indices = sorted(first.values())
     unique = [tensors[index] for index in indices]
@@ -72,7 +72,7 @@ def same_metadata(tensors: Sequence[Tensor], moving: Sequence[int] | None = None
     if len(indices) == len(tensors):
         return guards.check
     repeats = [(i, first[id(t)]) for i, t in enumerate(tensors) if first[id(t)] != i]
-    # One more: of one place, itemgetter would give no tuple.
+    # One more: for a single place itemgetter would not return a tuple.
     pick, check = itemgetter(*indices, indices[0]), guards.check
 
     def fits(*others: Tensor) -> bool:
@@ -85,8 +85,8 @@ def same_metadata(tensors: Sequence[Tensor], moving: Sequence[int] | None = None
 
 
 class Likeness:
-    """Tells tensors like those that it is made of: all have memory that begins at multiples of 16
-    bytes, and `alike(*tensors)`, of those that are there, is true."""
+    """Recognises tensors like those that it is made from: all begin at multiples of 16 bytes, and
+    `alike(*tensors)`, for those that are there, is true."""
 
     __slots__ = ("_dense", "alike", "pick")
 
@@ -96,9 +96,9 @@ class Likeness:
         kinds: Sequence[Any] | None = None,
         places: Sequence[int] | None = None,
     ):
-        """values: tensors, and whatever else is in its place each time. kinds: where lengths may
-        differ, those of the tensors (kinds.ArrayKind). places: of the tensors, in another order
-        than that in which they come."""
+        """values: tensors, and other values that are the same each time. kinds: the tensors' kinds
+        (kinds.ArrayKind), if lengths may differ. places: the tensors' indices, if addresses are
+        wanted in another order."""
         if places is None:
             places = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
         self.pick = itemgetter(*places)
@@ -110,8 +110,8 @@ class Likeness:
         self.alike = same_metadata(tensors, moving)
 
     def addresses(self, values: Sequence[Any]) -> list[int] | None:
-        """Those of tensors, which are where they were, if they are like those, and aligned; else
-        None. Strides of dims of one element are of no account."""
+        """The tensors' addresses, if they are like the first ones and aligned, and the other values
+        are the same; else None. Strides of dims of one element do not matter."""
         tensors = self.pick(values)
         addresses = [*map(Tensor.data_ptr, tensors)]
         bits = 0
@@ -126,8 +126,8 @@ class Likeness:
 
 
 def is_bare(tensor: Tensor) -> bool:
-    """Whether a tensor is strided memory of a device that holds its values: no view whose signs
-    are a bit of it, no zeros without memory, no wrapper of another tensor, none that is traced."""
+    """Whether a tensor is strided memory of a device that holds its values: not a view with a
+    conjugate or negative bit, zeros without memory, a wrapper of another tensor, or traced."""
     return (
         type(tensor) in OWN
         and torch._C._dispatch_keys(tensor).raw_repr() in _BARE
@@ -136,9 +136,8 @@ def is_bare(tensor: Tensor) -> bool:
 
 
 def are_bare(named: Iterable[tuple[str, Any]]) -> bool:
-    """Whether all tensors among these are bare, and nobody traces what is called.
-
-    Raises ValueError, by its name, for one whose memory was freed.
+    """Whether all tensors among these are bare, and the call is not traced. Raises ValueError
+    naming one whose memory was freed.
     """
     odd = [(n, t) for n, t in named if isinstance(t, Tensor) and not is_bare(t)]
     for name, tensor in odd:
@@ -149,14 +148,13 @@ def are_bare(named: Iterable[tuple[str, Any]]) -> bool:
 
 
 def check_all_bare(named: Iterable[tuple[str, Any]]) -> None:
-    """As `check_bare` of each."""
+    """`check_bare` for each."""
     for name, value in named:
         check_bare(name, value)
 
 
 def check_bare(name: str, value: Any) -> None:
-    """ValueError for a tensor whose memory does not hold its values, where the dispatcher has done
-    what it can."""
+    """ValueError for a tensor whose memory does not hold its values even after the dispatcher."""
     if isinstance(value, Tensor) and not is_bare(value):
         raise ValueError(
             f"{name} must be a plain tensor with memory that holds its values, got a"
@@ -166,7 +164,8 @@ def check_bare(name: str, value: Any) -> None:
 
 
 def has_shards(values: Iterable[Any]) -> bool:
-    """Whether a DTensor is among these, which may be anything. Does not load their module."""
+    """Whether one of these values, of any type, is a DTensor. Does not load the module of
+    DTensors."""
     odd = [value for value in values if isinstance(value, Tensor) and type(value) not in OWN]
     if not odd:
         return False
@@ -175,7 +174,7 @@ def has_shards(values: Iterable[Any]) -> bool:
 
 
 def no_shards(function: str) -> TypeError:
-    """The error to raise where a DTensor is among the arguments of a function that takes none."""
+    """The error for a DTensor among the arguments of a function that takes none."""
     return TypeError(
         f"{function} takes no DTensors: give it the tensors that a rank has (DTensor.to_local)"
     )
@@ -183,7 +182,7 @@ def no_shards(function: str) -> TypeError:
 
 def needs_dispatcher(q, k, v) -> bool:
     """Whether torch.compile, a functorch transform, a dispatch mode, forward-mode AD or a tensor
-    subclass wants to see this call, or q, k, v are no tensors of a device at all."""
+    subclass must see this call, or q, k, v are not tensors on a device."""
     return (
         is_compiling()
         or not (

@@ -1,7 +1,6 @@
-"""Where torch computes on a CPU: where its threads are alive, and out of autocast's reach.
-
-In a forked child calls on a CPU work; on a GPU that the parent used they raise, as torch's own do,
-since a child has no part in its parent's GPU contexts.
+"""How calls run in a forked child. On a CPU they work, on a thread for which torch has threads. On
+a GPU that the parent used they raise, as torch's own do, since a child cannot use its parent's GPU
+contexts.
 """
 
 from collections.abc import Callable
@@ -15,8 +14,9 @@ from heedful.torch.base.dispatch import any_autocast
 
 
 def on_own_thread(function: Callable, *arguments) -> Any:
-    """function(*arguments), which computes on a CPU, where torch's threads are alive, and in the
-    dtypes that it has: autocast, which has cast the call's tensors, would cast its steps, too."""
+    """Calls function(*arguments), which computes on a CPU, on a thread for which torch has threads,
+    and without autocast. Autocast has cast the call's tensors already, and would cast the
+    function's steps, too."""
     if any_autocast() and torch.is_autocast_enabled("cpu"):
         torch.set_autocast_enabled("cpu", False)
         try:

@@ -1,2 +1,2 @@
-"""Calls that run at once: what is known of them, and how they are launched. May import
-`torch.operands` and `torch.base`."""
+"""Calls that run at once: how they are recognised, and launched. May import `torch.operands` and
+`torch.base`."""

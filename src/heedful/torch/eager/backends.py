@@ -1,7 +1,5 @@
-"""Plans to runners: what computes a planned problem on torch tensors.
-
-A runner holds everything that one kind of call needs again and again: the plan and, on a GPU, the
-compiled kernels with their arguments in place.
+"""Runners of plans: they compute a planned problem on torch tensors. A runner keeps all that one
+kind of call needs each time: the plan and, on a GPU, the compiled kernels with their arguments.
 """
 
 from collections.abc import Sequence
@@ -44,11 +42,9 @@ def prepare(
     numbers: Sequence[Any] | None = None,
 ) -> Any:
     """The runner of a problem on the device of `x.q`. numbers: the lengths of the problem and the
-    sizes of its operands, as `of_call` has them, where they are symbols of a case that is made: the
-    runner's case is that one then.
-
-    Raises ValueError, with every reason, where no kernel or not the named one can run it,
-    RuntimeError for a GPU in a child of a process that used it.
+    sizes of its operands, as `of_call` returns them, if they are symbols; the runner's case is then
+    made with them. Raises ValueError, with every reason, if no kernel or not the named one can run
+    it, RuntimeError for a GPU in a child of a process that used it.
     """
     device = x.q.device
     check_device(device)
@@ -98,18 +94,17 @@ FAMILIES = settings.forgotten(Kinds())
 
 
 class PlannedCase(Case):
-    """One direction of calls of one kind that answer alike what is asked about their lengths.
-
-    plan: its lengths may be symbols. A forward has more. kinds and pick: the kinds of its operands,
-    and what picks those that are there; backwards, outs: kinds of its backward, and of itself into
-    given memory; latest: by whether lse has a cotangent, the likeness of what the last backward was
-    given, and that one.
+    """One direction of the calls of a case: they share plan and program. plan: its lengths may be
+    symbols. A forward has more fields. kinds: the kinds of its operands; pick: picks the operands
+    that are there; backwards: kinds of its backward; outs: cases that write into the caller's
+    `out`; latest: the last backward without and with a gradient of lse, and the Likeness of its
+    tensors.
     """
 
     __slots__ = ("backwards", "kinds", "latest", "outs", "pick", "plan")
 
     def __init__(self, chosen: Plan, direction: str, given: dict, made: dict, device, before=()):
-        """given, made, before: as of a Case; by the names of arrays."""
+        """given, made, before: as in Case, arrays by name."""
         run = program(chosen, direction, given | made)
         super().__init__(run, chosen.device.arch, device, given, made, before)
         self.plan = chosen
@@ -118,7 +113,7 @@ class PlannedCase(Case):
 
 
 def _forward_case(chosen: Plan, given: dict, device: torch.device) -> PlannedCase:
-    """The case of the forward of a plan on these arrays, results among them that it does not make.
+    """The case of a plan's forward on these arrays; it makes the results that are not among them.
     Its first numbers are the lengths."""
     made = {name: spec for name, spec in results(chosen.problem).items() if name not in given}
     lengths = [0 if length is None else length for length in chosen.problem.lengths]
@@ -127,15 +122,16 @@ def _forward_case(chosen: Plan, given: dict, device: torch.device) -> PlannedCas
 
 class GpuRunner:
     """Runs Triton and Gluon programs, for one set of lengths of a kind. Programs are bound on first
-    use, one per layout of the tensors that the caller chooses after planning (out)."""
+    use, one for each layout of the caller's `out`."""
 
     __slots__ = ("case", "pick", "run", "_into_given", "_is_known", "_like", "_numbers", "_sizes")
 
     def __init__(
         self, case: PlannedCase, numbers, like, sizes: Sequence[int], is_known: bool = False
     ):
-        """like: a problem from which lengths alone tell this one. sizes: what these change of the
-        operands. numbers: what the case makes of both. is_known: whether they came before."""
+        """like: a problem that differs from this one in lengths alone. sizes: the operands' sizes
+        and strides that lengths change. numbers: the case's numbers for these lengths. is_known:
+        whether these lengths came before."""
         self.case, self._numbers, self._like, self._sizes = case, numbers, like, sizes
         self.pick = case.pick
         self.run: Run | None = None  # as of a Case, once lengths have come again
@@ -143,7 +139,7 @@ class GpuRunner:
         self._is_known = is_known
 
     def at(self, numbers: Sequence[Any], sizes: Sequence[int], comes_again: bool) -> "GpuRunner":
-        """That of other lengths of the same case. comes_again: whether they came before."""
+        """The runner for other lengths of the same case. comes_again: whether they came before."""
         return GpuRunner(self.case, numbers, self._like, sizes, comes_again)
 
     @property
@@ -156,18 +152,18 @@ class GpuRunner:
         return replace(self.case.plan, problem=self.problem)
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
-        """(out, lse or None, probs or None). lse: a pair with its rest where that is kept."""
+        """(out, lse or None, probs or None). lse: a pair with its rest if that is kept."""
         return self.on([*map(address_of, self.pick(x))], out)
 
     def on(self, addresses: list[int], out: torch.Tensor | None = None):
-        """The same of the addresses of the operands that are there, in a list for this call
-        alone."""
+        """The same, from the addresses of the operands that are there, in a list that the call may
+        change."""
         run = self.run
         if out is not None:
             addresses.append(out.data_ptr())
             run = self._bound_into(out)
         elif run is None:
-            # Most lengths come but once, and so the first time nothing is kept.
+            # Most lengths come only once, so the first time nothing is kept.
             if not self._is_known:
                 self._is_known = True
                 return self.once_on(self._numbers, addresses)
@@ -178,8 +174,8 @@ class GpuRunner:
         return as_results(made, self._like.keeps_rest, out)
 
     def once_on(self, numbers: Sequence[Any], addresses: list[int]):
-        """The forward of lengths of the same case that most likely come but once, of which nothing
-        is kept. numbers: as `at` has them. addresses, results: as of `on`."""
+        """The forward for other lengths of the same case that likely come only once; nothing is
+        kept. numbers: as in `at`. addresses, results: as in `on`."""
         made = self.case.once(numbers, addresses)
         if len(made) == 1:
             return made[0], None, None
@@ -192,7 +188,7 @@ class GpuRunner:
             self.run, self._is_known = self.case.bind(self._numbers), True
 
     def _bound_into(self, out: torch.Tensor) -> Run:
-        """The forward into memory that lies like this, kept if it comes again."""
+        """The forward into memory with these strides, kept if it comes again."""
         key = (out.stride(), out.data_ptr() % 16)
         if self._into_given is None:
             self._into_given = {}
@@ -219,7 +215,8 @@ class GpuRunner:
         return self.case.outs.of(own).find(values, make)
 
     def backward_of(self, x: Operands, out, lse, dout, dlse=None) -> Backward:
-        """The backward on tensors laid out like these, which need not lie as the forward's."""
+        """The backward on tensors with the layouts of these, which may differ from the
+        forward's."""
         if self._like.page_size:
             return GatheredBackward(self.plan, self.case)
         return GpuBackward(self.plan, self.case.backwards, x, out, lse, dout, dlse)
@@ -227,11 +224,9 @@ class GpuRunner:
     def backward_like(
         self, tensors: Sequence[torch.Tensor], has_dlse: bool, once: bool
     ) -> "GpuBackward | None":
-        """The backward on tensors from which lengths alone tell those of the last one; None if it
-        is not known so.
-
-        tensors: the operands, of the shapes that the forward was given, then out, lse, dout, and
-        dlse if it is there. once: for lengths that most likely come but once.
+        """The backward on tensors that differ from those of the last one in lengths alone; None for
+        others. tensors: the operands, with the forward's shapes, then out, lse, dout, and dlse if
+        it is there. once: whether these lengths likely come only once.
         """
         latest, case, numbers = self.case.latest.get(has_dlse), self.case, self._numbers
         if latest is None or latest[0].addresses(tensors) is None:
@@ -256,23 +251,22 @@ class GatheredBackward:
         return backward_of_pages(self._run, x, self._plan.problem.seqlen_k, kv_grad, *given)
 
     def _run(self, rows: Operands, *given) -> Gradients:
-        """The backward on gathered rows, which lie the same each time."""
+        """The backward on gathered rows, which have the same layout each time."""
         if self._dense is None:
             self._dense = GpuBackward(self._plan, self._kinds, rows, *given)
         return self._dense(rows, *given)
 
 
 class GpuBackward:
-    """The backward of a plan on tensors laid out like those that it is made with.
-
-    kinds: of each tensor; empty where operands are copied or begin elsewhere than at multiples of
-    16 bytes, or have gradients besides dq, dk and dv. copied: names of those that are.
+    """The backward of a plan on tensors with the layouts of those that it is made with. kinds: the
+    kind of each tensor; empty if operands are copied, do not begin at multiples of 16 bytes, or
+    have gradients besides dq, dk and dv. copied: names of the copied ones.
     """
 
     __slots__ = ("copied", "kinds", "_cases", "_has_dsink", "_pick", "_run", "_sizes")
 
     def __init__(self, plan: Plan, kinds: Kinds, x: Operands, out, lse, dout, dlse):
-        """kinds: of backwards of the forward's case."""
+        """kinds: the forward's `backwards`."""
         device = x.q.device
         features = plan.variant_of("backward").features
         mapped = () if "unaligned" in features else ("q", "k", "v", "dout")
@@ -320,8 +314,8 @@ class GpuBackward:
     def at(
         self, lengths: Sequence[int], tensors: Sequence[torch.Tensor], once: bool
     ) -> "GpuBackward | None":
-        """The backward of other lengths, which begin with those of the problem, on such tensors;
-        None if it is of no case that is there. once: see `backward_like`."""
+        """The backward for other lengths, the first of which are the problem's, on such tensors;
+        None if no case has them. once: see `backward_like`."""
         values = self._sizes.of([*lengths[:_LENGTHS]], tensors)
         known = self._cases.known(values)
         if known is None:
@@ -334,8 +328,8 @@ class GpuBackward:
         return made
 
     def __call__(self, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:
-        """Gradients of the inputs for the cotangents of out and lse (None is zero); those of k and
-        v in any case."""
+        """Gradients of the inputs from those of out and lse (None is zero), always with those of k
+        and v."""
         if self.copied:
             x, dout = self._mappable(x, dout)
         tensors = [*self._pick(x), out, lse, dout]
@@ -344,8 +338,8 @@ class GpuBackward:
         return self.on([*map(address_of, tensors)])
 
     def on(self, addresses: list[int]) -> Gradients:
-        """The same of the addresses of what is there of x, out, lse, dout and dlse, in this order,
-        where nothing is copied."""
+        """The same, from the addresses of those of x, out, lse, dout and dlse that are there, in
+        this order, if nothing is copied."""
         gradients = self._run(addresses)
         if len(gradients) == 3:
             return _named(Gradients, (*gradients, None, None))
@@ -354,7 +348,7 @@ class GpuBackward:
         return Gradients(dq, dk, dv, more.pop() if more else None, dsink)
 
     def _mappable(self, x: Operands, dout: torch.Tensor) -> tuple[Operands, torch.Tensor]:
-        """These, with copies of what the kernels' tensor maps cannot be made of."""
+        """These tensors, with copies of those for which there can be no tensor map."""
         given, dense = {**x._asdict(), "dout": dout}, torch.contiguous_format
         copies = {name: torch.clone(given[name], memory_format=dense) for name in self.copied}
         dout = copies.pop("dout", dout)

@@ -1,5 +1,5 @@
-"""A step over a KV cache on a GPU, by one program: new keys and values go in, rotary positions are
-applied, and attention follows. No value is read back.
+"""A step over a KV cache on a GPU as one program: it writes new keys and values, applies rotary
+positions, and computes attention. No value is read back.
 """
 
 from typing import Any
@@ -20,19 +20,18 @@ from heedful.torch.operands.adapt import dense_rows
 
 
 class DeviceStep:
-    """The work of a call that appends, for one kind of call on one GPU; compiles when it is made.
-    It also counts the keys that there are then, which takes torch a launch of its own.
-
-    run: from the addresses of `named` tensors, and of `out` where that is given, to what it makes.
-    counts: whether it does; without new tokens nothing is launched that could.
+    """The program of one kind of call that appends, on one GPU; compiles when it is made. It also
+    computes the lengths with the new keys, which would take torch another launch. run: takes the
+    addresses of the `named` tensors, and of `out` if that is passed, and returns the results.
+    counts: whether it computes the lengths; it does not without new tokens.
     """
 
     __slots__ = ("counts", "run", "_keeps_rest")
 
     def __init__(self, x: Operands, update: CacheUpdate, plan: Plan, out, q_leaves: bool):
-        """x: operands of attention, but for q, which is the caller's. plan: of attention. out: what
-        it writes into, None where it makes that. q_leaves: whether rotated queries are returned,
-        and not the program's own."""
+        """x: operands of attention, with the caller's q. plan: that of attention. out: the tensor
+        to write into, None if the program makes it. q_leaves: whether rotated queries are a result,
+        not scratch."""
         q, problem = x.q, plan.problem
         self.counts, self._keeps_rest = bool(update.k.numel()), problem.keeps_rest
         lengths = q.new_empty(q.shape[0], dtype=torch.int32)
@@ -51,9 +50,9 @@ class DeviceStep:
     def __call__(
         self, x: Operands, update: CacheUpdate, start: Tensor, out: Tensor | None = None
     ) -> tuple[Tensor, Any, Tensor | None]:
-        """(out, lse or None, rotated queries or None). lse: a pair with its rest where that is
-        kept. x: as at construction; its lengths are of account where none are counted. start:
-        int32 (B,), where new tokens go."""
+        """(out, lse or None, rotated queries or None). lse: a pair with its rest if that is kept.
+        x: as at construction; its lengths matter only if the program does not compute them. start:
+        int32 (B,), the storage row of each first new token."""
         tensors = [*named(x, update, start, self.counts).values()]
         if out is not None:
             tensors.append(out)
@@ -61,8 +60,8 @@ class DeviceStep:
 
 
 def named(x: Operands, update: CacheUpdate, start: Tensor, counts: bool) -> dict[str, Tensor]:
-    """The tensors of a step as its program knows them, rows of the new ones contiguous. counts:
-    whether lengths are counted, and not x's."""
+    """The tensors of a step by the program's names, with contiguous rows of new keys, values and
+    queries. counts: whether the program computes the lengths, so that x's are left out."""
     tensors = {n: t for n, t in zip(Operands._fields, x, strict=True) if t is not None}
     tensors |= {"k_new": dense_rows(update.k), "v_new": dense_rows(update.v)}
     tensors["cache_seqlens"] = start

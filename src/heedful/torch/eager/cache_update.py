@@ -1,6 +1,6 @@
-"""The update of a KV cache before attention: new keys and values go in, and rotary positions are
-applied. In plain torch, for CPUs and torch.compile, without a value read back; `cache_step` has the
-same for GPUs.
+"""The update of a KV cache before attention: it writes new keys and values and applies rotary
+positions. It is plain torch, for CPUs and torch.compile, and reads no value back; `cache_step` does
+the same on GPUs.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ _new = tuple.__new__
 
 
 def with_used(x: Operands, used: Tensor) -> Operands:
-    """x with other lengths: a fifth of the time of _replace."""
+    """x with other lengths, in a fifth of the time of _replace."""
     return _new(Operands, (*x[:_USED], used, *x[_USED + 1 :]))
 
 
 def used_keys(x: Operands, start: Tensor, new: int) -> Tensor:
-    """Keys that each sequence has once `new` ones are written from `start` in its storage on; none,
-    0 or less, where `start` is negative."""
+    """The number of keys of each sequence after `new` ones are written from row `start` of its
+    storage on; 0 or less where `start` is negative."""
     used = torch.where(start < 0, start, start + new) if new else start
     return used if x.leftpad_k is None else used - x.leftpad_k.to(torch.int32)
 
@@ -35,8 +35,8 @@ def update_cache(
 ) -> Operands:
     """Writes the new keys and values into the cache, in plain torch; returns x with q rotated.
 
-    start: int32 (B,), where they go in each sequence's storage. advance: whether queries have a
-    position each, or all that of the first new key. sees_values: as `append_kv` has it.
+    start: int32 (B,), the row of the first one in each sequence's storage. advance: whether queries
+    have successive positions, or all that of the first new key. sees_values: as in `append_kv`.
     """
     k, v, cos, sin, _, interleaved, _ = update
     if cos is not None:
@@ -53,8 +53,8 @@ def update_cache(
 def _stored(
     cache: Tensor, new: Tensor, scale: Tensor | None, shift: Tensor | None
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """The numbers that a cache stores for new values (B, S, G, dim); and, of groups of values, the
-    arrays of their scales and shifts, each with what goes into it."""
+    """The numbers that a cache stores for new values (B, S, G, dim); and, with groups, the arrays
+    of scales and shifts, each with its new entries."""
     if new.dtype == cache.dtype:
         return new, []
     storage = "int4" if cache.dtype == torch.uint8 else dtype_name(cache.dtype)
@@ -91,11 +91,11 @@ def append_kv(
 ) -> None:
     """Writes k and v (B, S, G, dim) after the tokens that each sequence has in its cache.
 
-    cache_seqlens: (B,) storage position of a sequence's first new token; a sequence of negative
-    length gets none. Caches: rows (rows, capacity, G, dim) picked by cache_batch_idx (B,), or pages
-    through block_table. Tokens that would lie outside of them are dropped. sees_values: whether
-    tensors may be looked into, which neither a graph nor a transform allows. scales: arrays that
-    lie as the caches do, each with what goes into it beside k and v.
+    cache_seqlens: (B,) storage row of a sequence's first new token; a sequence of negative length
+    gets none. The caches are (rows, capacity, G, dim), with rows chosen by cache_batch_idx (B,), or
+    pages found through block_table. Tokens outside of them are dropped. sees_values: whether the
+    values of tensors may be read, which neither a graph nor a transform allows. scales: arrays of
+    scales and shifts, shaped like the caches, each with its new entries.
     """
     if not (k.numel() and k_cache.numel()):
         return
@@ -125,10 +125,9 @@ def append_kv(
 
 
 def _only_kept(kept: Tensor, where: tuple, tokens: tuple, caches: tuple) -> tuple[tuple, tuple]:
-    """Places and tokens in which those that are not `kept` repeat the first that is. So many are
-    written as there are, without a look at how many that is. If none is kept, they write what is
-    there."""
-    # With a dim, or a graph would want to know its number.
+    """Places and tokens, where those that are not `kept` repeat the first kept one. So their number
+    does not depend on values. If none is kept, they write what the cache has."""
+    # With a dim, since a graph would need the value of an index.
     first = kept.int().argmax(0, keepdim=True)
     places = tuple(torch.where(kept, axis, axis[first]) for axis in where)
     found = []
@@ -144,14 +143,14 @@ def rotate(
     """Rotary position embedding (Su et al. 2021) of the first 2 * cos.shape[1] dims of each head.
 
     x: (B, S, heads, D). cos, sin: (positions, rotary_dim / 2). start: int (B,), the position of
-    each sequence's first token; the next ones follow, or have the same if not advance.
-    interleaved: pairs are neighbours (GPT-J), else halves (GPT-NeoX). Computed in float32.
+    each sequence's first token; the others follow, or, without advance, have the same. interleaved:
+    pairs of dims are neighbours (GPT-J), else one of each half (GPT-NeoX). Computed in float32.
     """
     half = cos.shape[1]
     position = start.long()[:, None]
     if advance:
         position = position + torch.arange(x.shape[1], device=x.device)
-    # Sequences of negative length, or beyond the storage, have no position: any will do.
+    # For sequences of negative length, or beyond the storage, any position will do.
     position = position.clamp(0, cos.shape[0] - 1)
     c, s = (table[position].float()[:, :, None] for table in (cos, sin))
     turned = x[..., : 2 * half].float()

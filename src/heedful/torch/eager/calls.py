@@ -1,8 +1,8 @@
 """The eager path in three nouns: a call's key finds a bound call, or a kind makes one; then it
 runs.
 
-The first call of a kind is validated and planned; every later one with the same metadata and
-arguments costs a key and a look-up, or a comparison with the last one: see docs/host-path.md.
+The first call with some metadata and arguments is validated and planned. Every later one costs a
+key and a look-up, or a comparison with the last call: see docs/host-path.md.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,11 +68,10 @@ _new = tuple.__new__
 
 
 class LRU:
-    """A bounded map that forgets the least recently used, and costs one look-up for the others.
-
-    Entries live in `young`; once that is full it becomes the old generation, whose entries return
-    on use and are forgotten with the next change. `latest` is for a caller that can recognise its
-    last entry by something cheaper than a key.
+    """A bounded map that forgets the least recently used entries, at the cost of one look-up.
+    Entries are in `young`; once that is full it becomes the old generation. An old entry becomes
+    young when it is used; the others are forgotten when `young` is full again. `latest` is for
+    callers that recognise their last entry by something cheaper than a key.
     """
 
     def __init__(self, half: int):
@@ -86,7 +85,7 @@ class LRU:
         return len(self.young) + len(self._old)
 
     def find(self, key) -> Any:
-        """The value of a key that is not in `young`; None if it is nowhere."""
+        """The value of a key that is not in `young`; None if it is not old, either."""
         value = self._old.pop(key, None)
         if value is not None:
             self.put(key, value)
@@ -106,15 +105,14 @@ CALLS = settings.forgotten(LRU(2048))
 
 
 class Call:
-    """A bound call: all that tensors of one key need each time, except their addresses.
-
-    casts: the dtypes that the caller's tensors lack to be operands; steps: what else. plain: they
-    go to the kernels as they are, unchecked. results: 0 out, 1 with lse, 2 with the probabilities
-    too. apart: what looks whether `out`, where it is given, lies apart. on: the results of a call
-    that is one program on a GPU, from the addresses of the operands that are there; None in others.
-    wants_grad. like: tells operands of this kind. backwards: of what the forward
-    saves; None where nothing wants a gradient. wanting: whether an operand requires a gradient that
-    is not computed.
+    """A bound call: all that calls with one key need each time, except the addresses. casts: the
+    dtypes to which operands are cast; steps: the other changes of operands. plain: whether the
+    caller's tensors go to the kernels unchanged and unchecked. results: 0 for out, 1 with lse, 2
+    with the probabilities, too. apart: checks that the caller's `out` does not overlap inputs. on:
+    the results of a call that is one program on a GPU, from the addresses of the operands that are
+    there; None for others. wants_grad: whether a backward follows. like: recognises operands of
+    this kind. backwards: the backward of the saved tensors; None if nothing wants a gradient.
+    wanting: whether an operand requires a gradient that is not computed.
     """
 
     __slots__ = (
@@ -133,11 +131,9 @@ class Call:
         keeps_rest: bool = False,
         trace: Callable[[], Sequence[Any]] | None = None,
     ):
-        """v_in_k: v lies in k, as the caller's key for this call says. keeps_rest: as of an
-        AttentionProblem, on a GPU. trace: makes the numbers of `backends.prepare`, once the call is
-        known to be one that can be.
-
-        Raises TypeError or ValueError for a call that cannot be.
+        """v_in_k: whether v lies in k, which is part of the call's key. keeps_rest: as in
+        AttentionProblem, on a GPU. trace: makes the numbers for `backends.prepare`, after the
+        arguments are checked. Raises TypeError or ValueError for wrong arguments.
         """
         described = attention_call(x, options, grad, out, seed)._replace(v_in_k=v_in_k)
         check_all_bare(named_tensors(x, options, out, seed))
@@ -184,12 +180,12 @@ class Call:
 
     @property
     def outputs(self) -> list[Any]:
-        """The numbers of its case, of one that was traced."""
+        """The numbers of its case, if it was traced."""
         return self.runner.case.outputs
 
     def once(self, numbers: Sequence[Any]) -> "Once | None":
-        """The call of lengths that most likely come but once, if it can be run and forgotten.
-        numbers: of its case."""
+        """The call for lengths that likely come only once, if it can be run without being kept.
+        numbers: those of its case."""
         if self.on is None:
             return None
         return _new(Once, (self.results, partial(self.runner.once_on, numbers)))
@@ -197,8 +193,8 @@ class Call:
     def at(
         self, numbers: Sequence[Any], sizes: Sequence[int], x: Sequence[Any], comes_again: bool
     ) -> "Call":
-        """The call of other lengths of its case. numbers: of the case. sizes: of the operands. x:
-        the caller's tensors. comes_again: whether these lengths came before."""
+        """The call for other lengths of its case. numbers: those of the case. sizes: those of the
+        operands. x: the caller's tensors. comes_again: whether these lengths came before."""
         runner, call = self.runner.at(numbers, sizes, comes_again), object.__new__(Call)
         # One by one, in a third of the time of a loop.
         call.casts, call.checks, call.dropout = self.casts, self.checks, self.dropout
@@ -212,24 +208,25 @@ class Call:
         return call
 
     def is_aligned(self, x: Sequence[Any]) -> bool:
-        """Whether operands of this call begin at multiples of 16 bytes. Makes `like`, which takes
-        longer than a call that never comes again should."""
+        """Whether the operands begin at multiples of 16 bytes. Makes `like`, which takes too long
+        for a call that does not come again."""
         if self.like is None:
             self.like = Likeness(x)
         return self.like.addresses(x) is not None
 
     def operands(self, x: Operands, seed) -> Operands:
-        """The operands of this very call, where they are not the caller's tensors alone."""
+        """The operands of one call, if they are not just the caller's tensors."""
         return self.laid_out(self.seeded(x, seed))
 
     def seeded(self, x: Operands, seed) -> Operands:
-        """The caller's tensors in the operands' dtypes, with the Philox key of this very call."""
+        """The caller's tensors in the operands' dtypes, with the Philox key of one call."""
         if self.casts:
             x = adapt(x, self.casts)
         return x._replace(seed=make_seed(seed, x.q.device)) if self.dropout else x
 
     def laid_out(self, x: Operands) -> Operands:
-        """The operands of the caller's tensors, their values checked where that is possible."""
+        """The operands from the caller's tensors, after a check of their values where that is
+        possible."""
         if self.wanting and is_grad_enabled():
             check_constants(x)
         if self.steps:
@@ -245,7 +242,7 @@ def results_of(options: Options) -> int:
 
 
 def returned(results: int, out: Tensor, lse: Any, probs: Any) -> Any:
-    """The results that a public function returns, with this many beside out."""
+    """The results that a public function returns: out and `results` others."""
     if results == 0:
         return out
     if results == 1:
@@ -254,14 +251,14 @@ def returned(results: int, out: Tensor, lse: Any, probs: Any) -> Any:
 
 
 def _dense_forward(forward, x: Operands, out: Tensor | None = None):
-    """A forward whose own output may have any strides; ours are dense, as flash-attn's are."""
+    """A forward whose output may have any strides, made dense, as flash-attn's are."""
     result, lse, probs = forward(x, out)
     return result if out is not None else on_own_thread(result.contiguous), lse, probs
 
 
 def make_seed(seed, device: torch.device) -> Tensor:
     """The Philox key on the device: the caller's, or one drawn there from torch's generator, so
-    that a replayed CUDA graph draws anew."""
+    that each replay of a CUDA graph draws another."""
     if isinstance(seed, Tensor):
         return seed
     if seed is None:
@@ -272,14 +269,14 @@ def make_seed(seed, device: torch.device) -> Tensor:
 
 
 class Once(NamedTuple):
-    """A bound call that is not kept: results and on of a Call."""
+    """A bound call that is not kept, with `results` and `on` of a Call."""
 
     results: int
     on: Callable[[list[int]], tuple]
 
 
-# Operands that are expanded to a call's lengths, or that are no operands of most calls. Shifts come
-# with descales.
+# Operands that are expanded to a call's lengths, or that most calls do not have. Shifts come with
+# descales.
 _ADAPTED = (
     "bias",
     "alibi_slopes",
@@ -294,7 +291,7 @@ _adapted = itemgetter(*(Operands._fields.index(name) for name in _ADAPTED))
 _OPERANDS = tuple(enumerate(Operands._fields))
 _LONGEST = slice(1, 3)  # of Options
 KINDS = settings.forgotten(Kinds())
-# Options, with the types of their values, that hold plain values alone.
+# Options, with the types of their values, that are known to be plain values.
 PLAIN = Kinds()
 # Maps options without the longest lengths, with the types of their values and of the operands, to
 # the kind of the last calls.
@@ -307,22 +304,23 @@ _Found = tuple[Any, list[int] | None]
 
 class LatestKind:
     """The kind of the last calls with the same options, whose tensors are compared without a key,
-    and its bound calls by their sizes: None of those that came once, as most do, whose memory is
-    better used again."""
+    and its bound calls by their sizes. Most lengths come once: for these None is kept, so that
+    their memory can be used again."""
 
     __slots__ = ("_calls", "_kind", "_likeness", "_packs", "_sizes")
 
     def __init__(self, kind: Kind, kinds: Sequence[ArrayKind], values: Sequence[Any]):
-        """values: operands of a call. kinds: theirs."""
+        """values: operands of a call. kinds: their kinds."""
         self._kind, self._packs = kind, packs.backends()
         self._likeness = Likeness(values, kinds)
         self._calls: dict[tuple[int, ...], Call | None] = {}
         self._sizes = Sizes(2, self._likeness.pick(values), kinds)
 
     def find(self, values: Sequence[Any], longest: Sequence[Any], how) -> _Found:
-        """The call of operands of this kind, and their addresses; None if they are not, or are of
-        no case that is there. values: Operands, or q, k and v if there are no others. longest: of
-        the options. how: where a call that came before is the latest of."""
+        """The call for operands of this kind, and their addresses; None for other operands, or if
+        no case has their lengths. values: Operands, or q, k and v if there are no others. longest:
+        the options max_seqlen_q and max_seqlen_k. how: the options under which CALLS keeps its
+        latest call."""
         addresses = self._likeness.addresses(values)
         if addresses is None or packs.backends() != self._packs:
             return None, None
@@ -349,14 +347,10 @@ class LatestKind:
 
 
 def attend(q, k, v, x: Any, options: Options, out, seed, otherwise: Callable[..., Any]):
-    """Runs one call on tensors of a real device: finds what was bound for it, makes that if it is
-    not there, and runs it.
-
-    x: the tensors as the caller gave them, None if they are q, k and v alone. seed: dropout_seed as
-    the caller gave it. otherwise: runs the same call where a tensor is not bare, and is given the
-    other arguments.
-
-    Returns what the public functions return.
+    """Runs one call on tensors of a real device: finds the bound call, makes it if there is none,
+    and runs it. x: the caller's tensors, None if they are q, k and v alone. seed: the caller's
+    dropout_seed. otherwise: a function of the other arguments, which runs the call if a tensor is
+    not bare. Returns what the public functions return.
     """
     if any_autocast() and is_autocast_enabled(q.device.type):
         q, k, v, bias = autocast((q, k, v, x and x.bias), q.device.type)
@@ -399,11 +393,11 @@ def attend(q, k, v, x: Any, options: Options, out, seed, otherwise: Callable[...
 
 
 def _find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[_Found, Any]:
-    """((call, addresses), key): the call that was bound for such tensors and options, None if there
-    is none; and the key for a new call, None where something cannot be part of a key, or where no
-    key was needed. addresses: of the operands, then of `out`, of a call without seed."""
+    """((call, addresses), key): the bound call for such tensors and options, None if there is none;
+    and the key for a new call, None if an argument cannot be part of a key, or no key was needed.
+    addresses: those of the operands, then of `out`, for a call without seed."""
     try:
-        # Aligned tensors like those of the last such call are known without a key.
+        # Aligned tensors like those of the last such call are recognised without a key.
         of_q, of_k, of_v = addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
         bases = (of_q | of_k | of_v) & 15 or not (of_q and of_k and of_v)
         records, longest, usual = is_grad_enabled(), options[_LONGEST], out is None and seed is None
@@ -433,16 +427,16 @@ def _find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[_Fo
             CALLS.latest[how] = call
         return (call, None), key
     except (TypeError, RuntimeError):
-        # An argument that cannot be hashed, or a tensor without plain memory (sparse, ...), is none
-        # that we take: the checks will say which.
+        # No call takes an argument that cannot be hashed, or a tensor without plain memory (sparse,
+        # ...): the checks will name it.
         return (None, None), None
 
 
 def make(
     key, x: Operands, options: Options, grad: tuple[bool, bool], out=None, seed=None, base=None
 ) -> Call:
-    """A call that is checked, planned and bound now, and kept if it has a key. base: see `LATEST`;
-    None where such calls are not known by it."""
+    """Checks, plans and binds a call, and keeps it if it has a key. base: the key in `LATEST`; None
+    if such calls have none."""
     is_common = key is not None and out is None and seed is None and not options.dropout_p
     call = (is_common and _of_kind(x, options, grad, base)) or Call(x, options, grad, out, seed)
     if key is not None:
@@ -451,9 +445,9 @@ def make(
 
 
 def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) -> Call | None:
-    """The call, if lengths alone tell it from others of its kind, which may have been checked and
-    planned before. None where it is not of a kind that is known so: on a CPU, and of operands that
-    are adapted. base: see `LATEST`."""
+    """The call, if it belongs to a kind whose calls differ in lengths alone, and which may be
+    checked and planned already. None if it does not: on a CPU, and with adapted operands. base: the
+    key in `LATEST`."""
     is_adapted = any([operand is not None for operand in _adapted(x)])
     if is_adapted or devices.device_spec(x.q.device).vendor == "cpu":
         return None
@@ -478,7 +472,7 @@ def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) 
 
     def make(numbers) -> Call:
         def trace() -> list[Any]:
-            """Checks it with lengths that are symbols."""
+            """Checks the call with symbols for its lengths."""
             rest = iter(numbers)
             given = options._replace(max_seqlen_q=next(rest), max_seqlen_k=next(rest))
             specs = {kind.name: with_sizes(kind, rest) for kind in kinds}
@@ -500,7 +494,7 @@ class Attention(Function):
 
     @staticmethod
     def forward(ctx, call: Call, x: Operands, seed, q, k, v, bias, sink):
-        """q, k, v, bias and sink, those of x, are arguments for autograd to see."""
+        """q, k, v, bias and sink are those of x: autograd sees only arguments."""
         ctx.set_materialize_grads(False)
         given = x
         if not call.plain:
@@ -511,7 +505,7 @@ class Attention(Function):
         ctx.backwards = backwards
         if bias is not None:
             ctx.bias = bias.shape
-        # As the caller gave them: no hook is to store what a stride of 0 repeats.
+        # The caller's tensors: a hook should not store what a stride of 0 repeats.
         ctx.save_for_backward(*backwards.pick(given), out, lse)
         if call.results == 0:
             return out
@@ -522,8 +516,9 @@ class Attention(Function):
     @staticmethod
     def backward(ctx, dout, dlse=None, dprobs=None):
         if is_grad_enabled():
-            # once_differentiable raises only if a cotangent depends on something; ours raises
-            # wherever the gradients are differentiated again, which would be wrong in silence.
+            # once_differentiable raises only if an incoming gradient depends on something; ours
+            # raises wherever gradients are differentiated again, which would otherwise give wrong
+            # results silently.
             dout, dlse = (None if g is None else _dependent(g) for g in (dout, dlse))
             return _backward_once(ctx, dout, dlse)
         saved, backwards = ctx.saved_tensors, ctx.backwards
@@ -547,5 +542,5 @@ def _dependent(cotangent: Tensor) -> Tensor:
     return cotangent if cotangent.requires_grad else cotangent.detach().requires_grad_()
 
 
-# It runs it again, where no gradients are recorded.
+# It runs the forward again, without recording gradients.
 _backward_once = once_differentiable(Attention.backward)

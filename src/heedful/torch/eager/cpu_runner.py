@@ -11,7 +11,7 @@ from heedful.core.planning.plan import Plan
 from heedful.torch.base.forked import on_own_thread
 
 # (x, out, lse, dout, dlse=None, kv_grad=True) -> gradients of the inputs, for one layout of all
-# these. kv_grad: whether those of k and v are wanted; they may be None if not.
+# these. kv_grad: whether those of k and v are wanted; if not, they may be None.
 Backward = Callable[..., Gradients]
 
 
@@ -29,7 +29,7 @@ class CpuRunner:
         return on_own_thread(self._forward.forward, self.plan.problem, x, out)
 
     def statistics(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-        """Maximum and sum of every row, float32, laid out as lse."""
+        """Maximum and sum of every row, float32, with the shape of lse."""
         return on_own_thread(self._forward.statistics, self.plan.problem, x)
 
     def bind(self) -> None:
@@ -39,7 +39,7 @@ class CpuRunner:
         """There is nothing to find again."""
 
     def backward_of(self, x: Operands, out, lse, dout, dlse=None) -> Backward:
-        """The backward on tensors laid out like these."""
+        """The backward on tensors with the layouts of these."""
         return partial(self._gradients, self._backward.backward, self.plan.problem)
 
     @staticmethod

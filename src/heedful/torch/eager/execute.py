@@ -1,4 +1,4 @@
-"""Runs bound programs on torch's memory and streams. The only users of torch's private names."""
+"""Runs bound programs on torch's memory and streams, by torch's private names."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -33,11 +33,12 @@ _PER_THREAD = 2
 
 # The address of a tensor. Mapping this function takes less time than a comprehension.
 address_of = torch.Tensor.data_ptr
-# The allocation function of torch.compile's own code: a third of the time of torch.empty.
+# The allocation function in the code that torch.compile generates: a third of the time of
+# torch.empty.
 _empty_strided = getattr(guards, "_empty_strided_cuda", None)
 
 
-# (shape, strides, dtype) -> an uninitialised dense tensor. On a GPU, it must be the current one.
+# (shape, strides, dtype) -> an uninitialised dense tensor. A GPU must be the current device.
 Maker = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
 
 
@@ -54,23 +55,21 @@ def maker(device: torch.device) -> Maker:
 
 # Places of arrays within a region of memory, and its size; None where a program has none.
 Region = tuple[Sequence[int], int] | None
-# Launches kernels with addresses, in a list for this launch alone, on a raw stream.
+# Launches kernels with addresses, in a list that it may change, on a raw stream.
 Launch = Callable[[list[int], int], None]
-# Runs a program on the addresses of tensors, in a list for this run alone; returns what it makes.
+# Runs a program on the addresses of tensors, in a list that it may change; returns what it makes.
 Run = Callable[[list[int]], list[torch.Tensor]]
 
 
 class Case:
     """A program on one device for calls that differ only in numbers. It compiles when the first of
-    them is bound or run.
-
-    outputs: all numbers, in the order in which they are taken: those that come before its own; the
-    shapes of what is made, one after the other; their strides; where scratch begins in its region,
-    and how large that is; the same of scratch that begins with zeros; what the kernels want.
-    shapes: where among them the shapes are.
+    them is bound or run. outputs: all numbers, in the order in which they are used: those of the
+    caller (`before`); the shapes of what is made, one after the other; their strides; the places of
+    scratch in its region, and the region's size; the same for scratch that begins with zeros; the
+    numbers of the kernels. shapes: the indices of the shapes.
 
     Scratch comes from torch's caching allocator for the duration of the call, on the current
-    stream, so that capture into a CUDA graph and several streams just work.
+    stream, so that CUDA graph capture and several streams work.
     """
 
     __slots__ = (
@@ -88,9 +87,9 @@ class Case:
         made: Mapping[str, ArraySpec],
         before: Sequence[Any] = (),
     ):
-        """program: its numbers may be symbols. given: the buffers that come as addresses, in their
-        order. made: those that each run makes, dense ones, probs full of zeros. before: numbers
-        that come before its own."""
+        """program: its numbers may be symbols. given: the buffers whose addresses a run gets, in
+        their order. made: those that each run makes, dense, probs filled with zeros. before: the
+        caller's numbers."""
         self._program, self._arch = program, arch
         self.device, self.index, self._make = device, device.index, maker(device)
         self.outputs: list[Any] = [*before]
@@ -111,14 +110,14 @@ class Case:
         # The index of the places of regions among the numbers; their size follows.
         self.scratch, self.zeroed = (self._region(regions) for regions in (others, zeroed))
         self._leaves_zeros = all(w.left_zero for w in zeroed)
-        # The index where the kernels' numbers begin. All questions about these are asked now: asked
-        # later they would be no guards.
+        # The index where the kernels' numbers begin. All questions about these are asked now: later
+        # ones would not become guards.
         self._end = len(self.outputs)
         self._numbers = [numbers_of(call) for call in program.calls]
         for numbers in self._numbers:
             self.outputs += [numbers[index] for index in changing(numbers)]
         self._loaded: ProgramKind | None = None
-        # Where they are the same for all calls.
+        # Where in the region they are, if the same for all calls.
         settles = settled(self.outputs)
         moves = any([isinstance(place, Symbol) for place in settles[first : self._end]])
         self._places: tuple[Region, Region] | None = None if moves else self.places(settles)
@@ -134,7 +133,8 @@ class Case:
         return slice(begin, begin + len(places))
 
     def bind(self, numbers: Sequence[int | float]) -> Run:
-        """Runs the program with these numbers, in the order of `outputs`. Raises as `kernels`."""
+        """A function that runs the program with these numbers, in the order of `outputs`. Raises as
+        `kernels`."""
         launch, make = self.kernels(numbers).bind(numbers), self._make
         scratch, zeroed = self.places(numbers)
         if zeroed is not None:
@@ -165,8 +165,8 @@ class Case:
         return run
 
     def once(self, numbers: Sequence[int | float], addresses: list[int]) -> list[torch.Tensor]:
-        """`bind(numbers)(addresses)` for numbers that most likely come only once: kernels are not
-        bound, and nothing is kept."""
+        """`bind(numbers)(addresses)` for numbers that likely come only once: kernels are not bound,
+        and nothing is kept."""
         if current_device() != self.index:
             with torch.cuda.device(self.device):
                 return self.once(numbers, addresses)
@@ -191,13 +191,12 @@ class Case:
         return made
 
     def alone(self) -> Run:
-        """Runs a program by itself, whose numbers are plain. Raises as `kernels`."""
+        """A function that runs the program, whose numbers must be plain. Raises as `kernels`."""
         return self.bind(tuple(self.outputs))
 
     def kernels(self, numbers: Sequence[int | float]) -> ProgramKind:
-        """Compiled and loaded.
-
-        Raises ValueError where the program needs more scratch than is allowed.
+        """The kernels, compiled and loaded. Raises ValueError if the program needs more scratch
+        than is allowed.
         """
         if self._loaded is None:
             with torch.cuda.device(self.device):
@@ -222,7 +221,7 @@ class Case:
         )
 
     def _with_zeros(self, run: Launch, within: Sequence[int], size: int) -> Launch:
-        """Calls run with the addresses of scratch that begins with zeros, too."""
+        """`run`, with the addresses of zeroed scratch added."""
         device, make = self.device, self._make
         shape, of_stream = (size,), zeros.of_stream
         is_large = size > zeros.MOST_BYTES
@@ -237,7 +236,7 @@ class Case:
                 elif lasting.is_low:
                     lasting.reserve(device)
             if base is None and (is_captured or is_large or stream == _PER_THREAD):
-                # A graph must fill its own, each time that it is replayed.
+                # A captured graph must fill it at each replay.
                 region = make(shape, _ONE, torch.uint8).zero_()
                 base = region.data_ptr()
             if base is not None:
@@ -257,8 +256,8 @@ _ONE = (1,)
 
 
 def as_results(made: list[Any], keeps_rest: bool, out: Any = None) -> tuple[Any, Any, Any]:
-    """(out, lse or None, what else is made or None), of what a run made after `out`, where that
-    was given. lse: a pair with its rest where that is kept."""
+    """(out, lse or None, another result or None) from what a run made; `out` if the caller passed
+    it. lse: a pair with its rest if that is kept."""
     if out is not None:
         made = [out, *made]
     if len(made) == 1:
@@ -270,7 +269,7 @@ def as_results(made: list[Any], keeps_rest: bool, out: Any = None) -> tuple[Any,
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where in one region each begins, and how large that is."""
+    """The start of each in one region, and the region's size."""
     places, end = [], 0
     for size in sizes:
         places.append(end)

@@ -1,4 +1,4 @@
-"""The keys by which the tensors of a call are known."""
+"""Keys of calls from the metadata of their tensors."""
 
 from typing import Any
 
@@ -31,8 +31,8 @@ def tensor_keys(tensors) -> tuple:
 
 
 def call_key(q, k, v, x: Operands | None, out, seed, bases: int) -> tuple:
-    """The facts of a call's tensors that a plan may depend on, as `attend` has them. bases: 0 where
-    q, k and v have memory that begins at multiples of 16 bytes."""
+    """The facts of a call's tensors that a plan may depend on, with the arguments of `attend`.
+    bases: 0 if q, k and v begin at multiples of 16 bytes."""
     return (
         q.shape,
         q.stride(),

@@ -1,8 +1,8 @@
 """The plans and bound calls of kinds of calls, whose lengths are values.
 
 A kind is all of a call but its lengths, and the sizes and strides that follow from them. A kind has
-cases, one for each set of answers to the questions about the lengths: see core/symbols. Lengths
-that were never seen cost the evaluation of a case, and neither a plan nor a program.
+cases, one for each set of answers to the questions about the lengths: see core/base/symbols.py. New
+lengths cost the evaluation of a case, but neither a plan nor a program.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,9 +19,9 @@ from heedful.core.call.problem import AttentionProblem, Lengths
 from heedful.torch.base.arrays import dtype_name
 
 _new = tuple.__new__
-# Cases of one kind, and kinds, that are kept. A kind has a few cases: tiles, splits, few rows.
+# How many cases of one kind, and how many kinds, are kept. A kind has few cases.
 _MOST_CASES, MOST_KINDS = 64, 256
-# Cases that share a function, which is made anew for each of them.
+# How many cases share a function, which is made again with each of them.
 _MOST_JOINED = 16
 # Rows of heads and head dims, which are no lengths.
 _ROWS = frozenset(("q", "k", "v", "out", "dout", "dq", "dk", "dv"))
@@ -31,10 +31,9 @@ _rest = attrgetter(*(f.name for f in fields(AttentionProblem) if f.name not in L
 
 
 class ArrayKind(NamedTuple):
-    """All of an operand but what lengths may change.
-
-    kept: the sizes that they may not, which come last. last: the last stride, if there is one.
-    dense: whether strides follow from sizes. moving: how many sizes come first.
+    """All facts of an operand that lengths do not change. kept: the last sizes, which they do not
+    change. last: the last stride, if there is one. dense: whether strides follow from sizes.
+    moving: how many sizes come before `kept`.
     """
 
     name: str
@@ -46,26 +45,25 @@ class ArrayKind(NamedTuple):
     moving: int
 
 
-# A trace, its outputs, and the case that they are of.
+# A trace, its outputs, and its case.
 _Made = tuple[Trace, Sequence[Any], Any]
 
 
 class Kind:
-    """The cases of one kind. `find` makes what is not there yet.
-
-    The first few, as most kinds have, share a function, which goes to the right one by a few
-    questions. Later ones are asked one after the other.
+    """The cases of one kind. `find` makes a missing one. The first few share a function, which
+    finds the right one by a few questions; most kinds have no more. Later ones are tried one after
+    the other.
     """
 
     __slots__ = ("_found", "_joined")
 
     def __init__(self):
-        # Functions of values, and what the first of them was made of.
+        # Functions of values, and the traces of the first.
         self._found: tuple[Answer, ...] = ()
         self._joined: tuple[_Made, ...] = ()
 
     def known(self, values: Sequence[int]) -> tuple[Any, Any] | None:
-        """The case of these values, and its numbers for them, if it is there."""
+        """The case of these values, and its numbers for them, if there is one."""
         for evaluate in self._found:
             found = evaluate(values)
             if found is not None:
@@ -73,9 +71,8 @@ class Kind:
         return None
 
     def find(self, values: Sequence[int], make: Callable[[list], Any]) -> tuple[Any, Any]:
-        """The case of these values, and its numbers for them.
-
-        make(symbols): a new case, whose `outputs` are the numbers.
+        """The case of these values, and its numbers for them. make(symbols): makes a new case,
+        whose `outputs` are the numbers.
         """
         known = self.known(values)
         if known is not None:
@@ -101,10 +98,10 @@ class Kind:
 
 
 class Kinds(dict):
-    """Kinds, or what else is of one, by key; forgotten where there are too many."""
+    """Kinds, or values that belong to kinds, by key; emptied when there are too many."""
 
     def of(self, key: tuple, make: Callable[[], Any] = Kind) -> Any:
-        """The value of this kind, made if it is not there."""
+        """The value of this kind, made if it is missing."""
         found = self.get(key)
         if found is None:
             if len(self) >= MOST_KINDS:
@@ -126,13 +123,13 @@ def of_tensor(name: str, tensor: Tensor) -> tuple[ArrayKind, tuple[int, ...]]:
 
 
 class Sizes:
-    """The sizes and strides that lengths may change in several tensors of one kind each, after
-    other numbers. In half the time of `of_tensor` of each."""
+    """Reads the sizes and strides that lengths may change from several tensors of known kinds, in
+    half the time of `of_tensor` for each."""
 
     __slots__ = ("_pick", "_strided")
 
     def __init__(self, before: int, tensors: Sequence[Tensor], kinds: Sequence[ArrayKind]):
-        """before: how many numbers come first. tensors: some of these kinds."""
+        """before: how many other numbers precede them. tensors: some of these kinds."""
         places, end = [*range(before)], before
         strided = [not kind.dense for kind in kinds]
         self._strided = strided if any(strided) else None
@@ -145,7 +142,8 @@ class Sizes:
         self._pick = itemgetter(*places)
 
     def of(self, numbers: list[int], tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """The numbers, two or more, and what lengths may change of the tensors."""
+        """The numbers (two or more) followed by the tensors' sizes and strides that lengths may
+        change."""
         if self._strided is None:
             for tensor in tensors:
                 numbers += tensor.shape
@@ -174,24 +172,24 @@ def of_call(problem: AttentionProblem, tensors: Mapping[str, Tensor]) -> tuple[t
 def with_numbers(
     problem: AttentionProblem, kinds: Iterable[ArrayKind], numbers: Iterable[Any]
 ) -> tuple[AttentionProblem, dict[str, ArraySpec]]:
-    """The problem and the arrays of these kinds with other lengths: the numbers of `of_call`."""
+    """The problem and the arrays of these kinds at other lengths. numbers: as from `of_call`."""
     rest = iter(numbers)
     problem = at_lengths(problem, [next(rest) for _ in Lengths._fields])
     return problem, {kind.name: with_sizes(kind, rest) for kind in kinds}
 
 
 def at_lengths(problem: AttentionProblem, numbers: Sequence[Any]) -> AttentionProblem:
-    """The problem with other lengths, with which the numbers begin; those that it has not are of
-    no account."""
+    """The problem at other lengths, the first of the numbers; lengths that the problem does not
+    have are ignored."""
     pairs = zip(problem.lengths, numbers, strict=False)
     return problem.at(Lengths._make([None if old is None else new for old, new in pairs]))
 
 
 def with_sizes(kind: ArrayKind, numbers: Iterator[Any]) -> ArraySpec:
-    """The array of this kind whose sizes and strides are the next of the numbers."""
+    """The array of this kind with the next of the numbers as sizes and strides."""
     shape = (*(next(numbers) for _ in range(kind.moving)), *kind.kept)
     strides = (
         dense_strides(shape) if kind.dense else (*(next(numbers) for _ in shape[1:]), *kind.last)
     )
-    # Symbols need no look at whether they are whole.
+    # Symbols need no check that they are whole numbers.
     return _new(ArraySpec, (shape, strides, dtype_name(kind.dtype), kind.aligned, None))

@@ -1,7 +1,6 @@
-"""Keys in pages for a backward that takes dense keys: gathered before it, their gradients added up
-in the pages after it. Plain torch, nothing is read back.
-
-A page may serve several sequences: its gradient is the sum of theirs.
+"""Paged keys for a backward that takes dense keys: pages are gathered before it, and gradients
+added up in the pages after it. It is plain torch, and reads nothing back. Several sequences may
+share a page, whose gradient is then the sum of theirs.
 """
 
 from collections.abc import Callable
@@ -17,8 +16,9 @@ def backward_of_pages(
 ) -> Gradients:
     """The result of `dense(x, *cotangents)` for x with its keys in pages.
 
-    x: as Operands says, with block_table (B, pages) and seqused_k (B,). longest: no sequence has
-    more keys. kv_grad: whether gradients of the pages are wanted; they are as large as the cache.
+    x: as Operands says, with block_table (B, pages) and seqused_k (B,). longest: an upper bound of
+    the keys of a sequence. kv_grad: whether gradients of the pages are wanted, which are as large
+    as the cache.
     """
     numbers = page_numbers(x, longest)
     rows = x._replace(k=gathered(x.k, numbers), v=gathered(x.v, numbers), block_table=None)
@@ -31,8 +31,8 @@ def backward_of_pages(
 
 
 def page_numbers(x: Operands, longest: int) -> Tensor:
-    """int64 (B, pages), as many as `longest` keys fill: numbers of pages that exist, 0 where a
-    sequence has no key."""
+    """int64 (B, pages): the numbers of the pages that `longest` keys fill. Numbers of pages that do
+    not exist are replaced, and are 0 where a sequence has no key."""
     page_size = x.k.shape[1]
     table = x.block_table[:, : -(-longest // page_size)]
     begin = torch.arange(table.shape[1], device=table.device) * page_size
@@ -50,8 +50,8 @@ def gathered(pages: Tensor, numbers: Tensor) -> Tensor:
 
 
 def added_up(grad: Tensor, numbers: Tensor, pages: Tensor) -> Tensor:
-    """The gradient of the pages, of that of the rows that were gathered from them; rows past a
-    sequence's end have none. In the same order, and so to the same bits, each time."""
+    """The gradient of the pages from that of the gathered rows; rows past a sequence's end have
+    none. The order of the sums, and so their bits, are the same each time."""
     result = torch.zeros_like(pages, memory_format=torch.contiguous_format)
     if pages.shape[0]:
         parts = grad.view(-1, *pages.shape[1:])

@@ -1,8 +1,8 @@
 """The backward of a call on what autograd saved for it.
 
 Hooks on saved tensors (activation offload, checkpoints, compression) may give back the same values
-in other memory, with other strides. So a backward is bound to the tensors that it gets itself, and
-not to those of its forward.
+in other memory, with other strides. So a backward is bound to the tensors that it gets, and not to
+those of its forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,16 +20,15 @@ from heedful.torch.eager.backends import GpuBackward
 from heedful.torch.eager.execute import address_of
 from heedful.torch.operands.adapt import Step, adapt, adaptations, dense_rows
 
-# A hook that gives back another layout each time is not to fill the memory.
+# A hook that returns another layout each time should not fill the memory.
 _MOST_LAYOUTS = 64
 
 
 class _Layout(NamedTuple):
-    """The parts that saved tensors and a cotangent of one layout need.
-
-    like: tells tensors of this layout; None in one that comes but once. steps: from the caller's
-    tensors to operands. is_plain: whether there are none, and rows of out and the whole lse are
-    contiguous. on: what takes the addresses of plain tensors, if there is such.
+    """The backward for one layout of saved tensors and incoming gradients. like: recognises tensors
+    of this layout; None for one that comes only once. steps: from the caller's tensors to operands.
+    is_plain: whether there are no steps, and rows of out and the whole lse are contiguous. on: runs
+    on the addresses of plain tensors, if it can.
     """
 
     like: Likeness | None
@@ -40,11 +39,12 @@ class _Layout(NamedTuple):
 
 
 class Backwards:
-    """The backward of one kind of call: one for each layout of what autograd gives it."""
+    """The backwards of one kind of call: one for each layout of the tensors that autograd
+    passes."""
 
     def __init__(self, runner, x: Operands, options: Options):
-        """runner: of the forward. x: the caller's tensors, and a Philox key where there is one.
-        options: of the call."""
+        """runner: the forward's. x: the caller's tensors, and a Philox key if there is one.
+        options: the call's."""
         self._device, self._options = x.q.device, options
         present = [index for index, tensor in enumerate(x) if tensor is not None]
         self._present, self.pick = present, itemgetter(*present)
@@ -55,12 +55,12 @@ class Backwards:
     def _begin(self, runner, x: Sequence[Any]) -> None:
         self._runner = runner
         self._shapes = [tensor.shape for tensor in self.pick(x)]
-        # The latest layouts: of a backward without and with a cotangent of the lse.
+        # The latest layouts: of a backward without and with a gradient of the lse.
         self._latest: list[_Layout | None] = [None, None]
         self._layouts: dict[tuple, _Layout] = {}
 
     def at(self, runner, x: Sequence[Any]) -> "Backwards":
-        """Those of the same call of other lengths."""
+        """The backwards of the same call at other lengths."""
         made = object.__new__(Backwards)
         made._device, made.pick, made._names = self._device, self.pick, self._names
         made._present, made._dtypes = self._present, self._dtypes
@@ -76,12 +76,11 @@ class Backwards:
         kv_grad: bool = True,
         is_dispatched: bool = False,
     ) -> Gradients:
-        """Gradients of the operands. saved: those that are there, which `pick` picks of the
-        caller's tensors, then out and lse. dout, dlse: as autograd gives them: any strides, or
-        None. kv_grad: whether those of k and v are wanted; they may be None if not. is_dispatched:
-        whether the dispatcher has made of the tensors what it can.
-
-        Raises ValueError where a hook restored other tensors than were saved.
+        """Gradients of the operands. saved: the operands that are there, as `pick` picks them from
+        the caller's tensors, then out and lse. dout, dlse: from autograd: any strides, or None.
+        kv_grad: whether those of k and v are wanted; if not, they may be None. is_dispatched:
+        whether the dispatcher has already resolved the tensors. Raises ValueError if a hook
+        returned other tensors than were saved.
         """
         if dout is None:
             dout = on_own_thread(torch.zeros_like, saved[-2])
@@ -96,8 +95,8 @@ class Backwards:
     def like_latest(
         self, tensors: Sequence[Tensor], dlse: Tensor | None = None
     ) -> Gradients | None:
-        """The gradients, if tensors are like the last ones; None if not. tensors: those that were
-        saved, and dout. dlse: contiguous."""
+        """The gradients, if tensors are like the last ones; None if not. tensors: the saved ones,
+        and dout. dlse: contiguous."""
         layout = self._latest[dlse is not None]
         if layout is None or layout.on is None or layout.like is None:
             return None
@@ -111,8 +110,8 @@ class Backwards:
     def _of_odd(
         self, tensors: tuple[Tensor, ...], dlse: Tensor | None, kv_grad: bool, is_dispatched: bool
     ) -> Gradients:
-        """The gradients of tensors of which only the dispatcher knows what they stand for: views
-        with a sign bit, wrappers, batches of gradients."""
+        """The gradients of tensors whose values only the dispatcher knows: views with a negative
+        bit, wrappers, batches of gradients."""
         *saved, dout = tensors
         if is_dispatched:
             for name, tensor in zip((*self._names, "dout", "dlse"), (*tensors, dlse), strict=True):
@@ -134,7 +133,7 @@ class Backwards:
     def _of_any(
         self, tensors: Sequence[Tensor], dlse: Tensor | None, kv_grad: bool
     ) -> Gradients | None:
-        """The gradients of tensors that may be of any layout; None if dout is not bare."""
+        """The gradients of tensors of any layout; None if dout is not bare."""
         *saved, dout = tensors
         dout = dense_rows(dout)
         tensors = (*saved, dout)
@@ -153,7 +152,7 @@ class Backwards:
         return layout.run(x, out, lse, dout, dlse, kv_grad)
 
     def _operands(self, tensors: Sequence[Tensor]) -> Operands:
-        """Those with which the tensors begin."""
+        """The operands among the tensors: the first ones."""
         x: list[Tensor | None] = [None] * len(Operands._fields)
         for index, tensor in zip(self._present, tensors, strict=False):
             x[index] = tensor
@@ -164,7 +163,7 @@ class Backwards:
         slot = dlse is not None
         layout = self._like_others(tensors, dlse)
         if layout is not None:
-            # One that came once is not kept.
+            # A layout that came once is not kept.
             self._latest[slot] = layout if layout.like else layout._replace(run=None, on=None)
             return layout
         key = (slot, *[_key(tensor) for tensor in tensors])
@@ -174,21 +173,20 @@ class Backwards:
                 self._layouts.clear()
             layout = self._layouts[key] = self._new(tensors, dlse)
         elif layout is self._latest[slot]:
-            # These have the same layout all the same: some are one tensor that were two, or the
-            # like.
+            # The layout is the same, but guards differ: for example, one tensor now stands for two.
             layout = self._layouts[key] = layout._replace(like=Likeness(tensors))
         if all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
             self._latest[slot] = layout
         return layout
 
     def _like_others(self, tensors: tuple[Tensor, ...], dlse: Tensor | None) -> _Layout | None:
-        """The layout, if lengths alone tell it from that of another call. To make its guards takes
-        longer than they save for lengths that come only once."""
+        """The layout, if it differs from that of another call in lengths alone. It has no guards:
+        for lengths that come only once these take longer than they save."""
         slot = dlse is not None
         latest = self._latest[slot]
         if latest is not None and latest.like is not None:
             return None
-        # The lse is read as it was made, and its deltas lie as it does.
+        # The lse is read with its strides, and deltas have the same.
         shapes = [tensor.shape for tensor in tensors[:-3]]
         if shapes != self._shapes or not tensors[-2].is_contiguous():
             return None
@@ -214,7 +212,7 @@ class Backwards:
         if is_plain and isinstance(run, GpuBackward):
             on = None if run.copied else run.on
             if run.kinds:
-                # It can be found again by lengths alone.
+                # It can be found again, since only lengths differ.
                 like = Likeness(tensors if dlse is None else (*tensors, dlse), run.kinds)
                 self._runner.case.latest[dlse is not None] = like, run
         return _Layout(Likeness(tensors), steps, run, is_plain, on)
@@ -230,7 +228,7 @@ def _key(tensor: Tensor) -> tuple:
 def check_restored(
     name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """ValueError unless a hook gave back a tensor of the kind that was saved."""
+    """ValueError unless a hook returned a tensor of the saved shape, dtype and device."""
     got = tuple(tensor.shape), tensor.dtype, tensor.device
     if tensor.layout != torch.strided or got != (tuple(shape), dtype, device):
         raise ValueError(

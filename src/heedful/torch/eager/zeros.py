@@ -1,11 +1,10 @@
 """Zeroed scratch, without a launch for each call that needs it.
 
-The counters of a kernel must start at zero. Filling a few bytes is a launch like any other. So a
-stream has a region that is filled once for many calls: each call takes bytes that no call took
-since. A used up region is filled again, on the same stream and so after the kernels that used it.
-
-A captured call would have to fill its bytes at each replay. Where the kernels leave zeros, it need
-not: it has bytes that are filled once and are its own for the life of the process.
+The counters of a kernel must start at zero. Filling a few bytes is a launch like any other. So each
+stream has a region that is filled once for many calls, each of which takes other bytes. A used up
+region is filled again, on the same stream and so after the kernels that used it. A captured call
+would have to fill its bytes at each replay. It need not if its kernels leave zeros: then it gets
+bytes that are filled once, and that no other call uses for the life of the process.
 """
 
 import threading
@@ -17,10 +16,10 @@ import torch
 from heedful.core.base.forks import new_lock
 
 REGION_BYTES = 1 << 18
-# Beyond this a call had better fill its own.
+# A call that needs more fills its own.
 MOST_BYTES = REGION_BYTES // 16
-# Bytes for a device's captured calls: 2,000 of 64 sequences and 8 KV heads. Calls that are captured
-# over and over would take more and more.
+# Bytes for a device's captured calls: enough for 2,000 calls of 64 sequences and 8 KV heads.
+# Without a limit, repeated captures would take ever more.
 LASTING_BYTES = 1 << 22
 MOST_LASTING_BYTES = 1 << 26
 
@@ -28,9 +27,9 @@ MOST_LASTING_BYTES = 1 << 26
 class Zeros:
     """Zeroed bytes for kernels on one stream, which must be current when they are taken.
 
-    lock: to be held from `take` until the kernel that counts in the bytes is queued. Another thread
-    could otherwise queue the next fill, and a kernel that takes the same bytes, before it. No code
-    that runs under the lock may come back here.
+    lock: held from `take` until the kernel that counts in the bytes is queued. Otherwise another
+    thread could queue the next fill, and a kernel with the same bytes, before it. Code under the
+    lock must not take zeros.
     """
 
     def __init__(self, align: int, new_region: Callable[[], torch.Tensor]):
@@ -41,7 +40,7 @@ class Zeros:
         self._region: torch.Tensor | None = None
 
     def take(self, nbytes: int) -> int:
-        """The address of that many, at most MOST_BYTES."""
+        """The address of `nbytes` zeroed bytes, at most MOST_BYTES."""
         nbytes = -(-nbytes // self._align) * self._align
         address = self._next
         if self._end - address < nbytes:
@@ -52,7 +51,7 @@ class Zeros:
     def _fill(self) -> int:
         if self._region is None:
             self._region = self._new_region()
-        # The rest is lost if the fill fails: nothing says then how far it got.
+        # If the fill fails, the region is lost: nothing tells how far it got.
         self._end = self._next
         self._region.zero_()
         begin = self._region.data_ptr()
@@ -64,17 +63,16 @@ _of_stream: dict[tuple[int, int], Zeros] = {}
 
 
 def of_stream(device: torch.device, stream: int, align: int) -> Zeros:
-    """Those of a GPU's stream, which is current."""
+    """The Zeros of a GPU's stream, which must be current."""
     key = (device.index, stream)
     found = _of_stream.get(key)
     return found or _of_stream.setdefault(key, Zeros(align, lambda: unpooled(REGION_BYTES, device)))
 
 
 class Lasting:
-    """Zeroed bytes of a device for captured calls, each of which has its own for ever.
-
-    is_low: whether there may soon be none, though there could be. Nothing can be allocated while a
-    stream is captured. So callers outside of a capture call `reserve` when it is low.
+    """Zeroed bytes of a device for captured calls. Each call keeps its bytes for the life of the
+    process. is_low: whether they may soon run out, below the limit. Nothing can be allocated while
+    a stream is captured. So callers outside of a capture call `reserve` when it is low.
     """
 
     def __init__(self, align: int):
@@ -84,8 +82,8 @@ class Lasting:
         self._regions: list[torch.Tensor] = []
 
     def reserve(self, device: torch.device) -> None:
-        """Makes sure that there are some on this GPU, if it has room. A lack of room raises
-        nothing; other errors of torch's allocator are raised."""
+        """Reserves bytes on this GPU, if it has room. A lack of room raises nothing; other errors
+        of torch's allocator are raised."""
         with self._lock:
             if not self.is_low:
                 return
@@ -103,7 +101,7 @@ class Lasting:
             self._end = self._next + region.numel()
 
     def take(self, nbytes: int) -> int | None:
-        """The address of that many, None if they are not there."""
+        """The address of `nbytes` zeroed bytes, None if there are not enough."""
         nbytes = -(-nbytes // self._align) * self._align
         with self._lock:
             address = self._next
@@ -120,22 +118,22 @@ _lasting: dict[int | None, Lasting] = {}
 
 
 def lasting(device: torch.device, align: int) -> Lasting:
-    """Those of a GPU."""
+    """The Lasting of a GPU."""
     return _lasting.get(device.index) or _lasting.setdefault(device.index, Lasting(align))
 
 
 def finish(device: torch.device) -> None:
-    """Waits for what is queued on a GPU's current stream."""
+    """Waits for the work queued on a GPU's current stream."""
     torch.cuda.current_stream(device).synchronize()
 
 
 def unpooled(nbytes: int, device: torch.device) -> torch.Tensor:
     """Uninitialised bytes for the life of the process, ready for the current stream of a GPU.
 
-    They come from torch's default pool whatever pool is in use here: a pool of torch.compile's
-    CUDA graphs, a MemPool or a graph's own must not hold what outlives it. Torch routes a thread's
-    or a capturing stream's allocations to a pool: a thread of its own, on the default stream, has
-    neither. Raises what torch's allocator raises.
+    They come from torch's default pool, whatever pool is in use here: a pool of torch.compile's
+    CUDA graphs, a MemPool or a graph's pool must not hold what outlives it. Torch chooses a pool by
+    the thread or the capturing stream: a new thread, on the default stream, has neither. Raises
+    what torch's allocator raises.
     """
     made: list[tuple[torch.Tensor, Any]] = []
     errors: list[BaseException] = []

@@ -1,1 +1,1 @@
-"""The callers' arguments, checked and made ready for kernels. May import `torch.base`."""
+"""The caller's arguments, checked and prepared for kernels. May import `torch.base`."""

@@ -1,4 +1,4 @@
-"""From the tensors a caller gave to the operands that kernels take: views wherever possible."""
+"""From the caller's tensors to the operands that kernels take, by views wherever possible."""
 
 from collections.abc import Callable
 
@@ -33,7 +33,7 @@ def adapt(x: Operands, steps: tuple[Step, ...]) -> Operands:
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in another dtype, by one launch on a GPU; contiguous. On a CPU, where values are
-    checked, ints beyond int32 become the nearest that it has."""
+    checked, ints beyond int32 become the nearest int32."""
     if dtype == torch.int32 and tensor.device.type == "cpu":
         tensor = tensor.clamp(-LONGEST, LONGEST)
     return tensor.to(dtype, memory_format=torch.contiguous_format)
@@ -47,7 +47,7 @@ def cast_steps(dtypes: dict[str, str]) -> tuple[Step, ...]:
 def adaptations(x: Operands, problem: AttentionProblem) -> tuple[Step, ...]:
     """The changes that make checked tensors what Operands says: expansion by strides of 0; copies
     of q, k, v and small tensors whose last dim is not contiguous."""
-    # Scales per head have a stride for it; those of groups of values are rows.
+    # Scales per head have a stride for heads; those of groups are rows.
     rows = _ROWS + (_SCALES if problem.kv_group else ())
     steps = [
         _copy(_INDEX[name])
@@ -59,7 +59,7 @@ def adaptations(x: Operands, problem: AttentionProblem) -> tuple[Step, ...]:
     if x.bias is not None and x.bias.dtype == torch.bool:
         steps.append(_number_bias(getattr(torch, mask_dtype(problem.dtype))))
     if x.bias is not None and problem.bias_grad and _is_expanded(x.bias):
-        # Each element of a bias that came expanded has a gradient of its own.
+        # Each element of an expanded bias has its own gradient.
         steps.append(_copy(_INDEX["bias"]))
     if x.seed is not None and x.seed.dim() != 1:
         steps.append(_reshape_seed)
@@ -82,7 +82,7 @@ def _expansions(x: Operands, problem: AttentionProblem) -> list[Step]:
         for name, shape in shapes.items()
         if (tensor := getattr(x, name)) is not None
         and tensor.shape != shape
-        # Scales of groups of values lie as the cache does.
+        # Scales of groups are stored like the cache.
         and not (name in _SCALES and tensor.dim() > 2)
     ]
 
@@ -131,7 +131,7 @@ def _reshape_seed(fields: list) -> None:
 
 
 def _lengths_of_pages(fields: list) -> None:
-    """Pages are found through the table: of cu_seqlens_k only the lengths matter."""
+    """Replaces cu_seqlens_k by lengths: pages are found through the table."""
     bounds, used = _INDEX["cu_seqlens_k"], _INDEX["seqused_k"]
     if fields[used] is None:
         fields[used] = fields[bounds][1:] - fields[bounds][:-1]
@@ -149,7 +149,7 @@ def dense_rows(tensor: Tensor) -> Tensor:
 
 def is_mappable(tensor: Tensor) -> bool:
     """Whether a tensor map can be made of rows: base and strides are multiples of 16 bytes, and no
-    element stands for several."""
+    dim is broadcast."""
     aligned = tensor.data_ptr() % 16 == 0
     return aligned and are_mappable(tensor.shape, tensor.stride(), tensor.element_size())
 

@@ -1,6 +1,5 @@
-"""Whether what a call writes lies apart from what it reads.
-
-Addresses are those of each call, so that calls of a known kind are looked at, too.
+"""Checks that the memory that a call writes does not overlap the memory that it reads. Addresses
+differ from call to call, so that known calls are checked, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +17,12 @@ _SCALES = ("k_descale", "v_descale", "k_shift", "v_shift")
 _PREFIX = ("shared_prefix[0]", "shared_prefix[1]")
 _NAMES = (*(argument_name(name, "kvcache") for name in Operands._fields), *CacheUpdate._fields[:5])
 _NAMES += (*_PREFIX, "out")
-# A cache of each layer of a model.
+# A model has a cache for each layer.
 _MOST_SEEN = 256
 
 
 class Apart:
-    """Raises where a call of one kind would write memory that it also reads."""
+    """Raises if a call of one kind would write memory that it also reads."""
 
     __slots__ = ("_groups", "_names", "_seen", "_specs", "_where")
 
@@ -40,14 +39,14 @@ class Apart:
             if own not in together:
                 groups.append(self._group([own], [name for name in tensors if name != own]))
         self._groups = [group for group in groups if group is not None]
-        # Addresses that were found apart, by that of something written.
+        # Addresses of arrays that do not overlap, by that of a written array.
         self._seen: dict[int, Sequence[int]] = {}
         self._where = self._groups[0][-1][0][0] if self._groups else 0
 
     def _group(self, written: Sequence[str], read: Sequence[str]):
-        """The arrays of a call that must lie apart: the places of what is read; what picks their
-        addresses; how many bytes of it may lie before a begin; where each of what is written is,
-        and how many bytes it has."""
+        """The arrays of a call that must not overlap: the indices of those that are read; a
+        function that picks their addresses; how many bytes before its start an array may reach; and
+        the index and the size in bytes of each that is written."""
         lengths = {n: extent(s) for n, s in zip(self._names, self._specs, strict=True)}
         others = [self._names.index(name) for name in read if lengths[name]]
         spans = [(self._names.index(name), lengths[name]) for name in written if lengths[name]]
@@ -86,7 +85,7 @@ class Apart:
 
 
 def cache_values(x: Operands, update: CacheUpdate, out) -> tuple:
-    """The arguments of a call that are tensors, or would be, those of a prefix apart."""
+    """The arguments of a call that may be tensors, with K and V of a prefix as two."""
     prefix = update.shared_prefix
     pair = isinstance(prefix, (list, tuple)) and len(prefix) == 2
     return (*x, *update[:5], *(prefix if pair else (None, None)), out)

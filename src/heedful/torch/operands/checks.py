@@ -1,6 +1,5 @@
-"""The checks of a call's tensors that only torch can make: whether they are tensors, where they
-are, and what autograd wants of them. All else is checked on their ArraySpecs, in
-`core.call.describe`.
+"""The checks of a call's tensors that only torch can make: their types, their devices, and whether
+autograd records them. `core.call.describe` checks all else on their ArraySpecs.
 """
 
 from collections.abc import Callable
@@ -33,10 +32,9 @@ def attention_call(
     seed: Any = None,
     spec: Callable[[Tensor], ArraySpec] = array_spec,
 ) -> AttentionCall:
-    """A call for `core.call.describe`, once it is known to be one of tensors.
-
-    x: the tensors as the caller gave them. out: the tensor to write, if any. grad: whether autograd
-    records this call, and will want the bias's gradient. spec: `abstract_spec` for fake tensors.
+    """A call for `core.call.describe`, after a check that its operands are tensors. x: the caller's
+    tensors. out: the tensor to write, if any. grad: whether autograd records this call, and whether
+    it will want the bias's gradient. spec: `abstract_spec` for fake tensors.
 
     Raises TypeError or ValueError.
     """
@@ -100,7 +98,7 @@ def check_tensor(name: str, value: Any, device: torch.device | None = None, like
 
 
 def check_tensors(x: Operands, options: Options) -> None:
-    """Every operand a dense tensor on q's device, or absent where it may be."""
+    """Raises unless every operand is a dense tensor on q's device, or absent where it may be."""
     needed = ("k", "v", "cu_seqlens_q") if options.kind == "varlen" else ("k", "v")
     check_tensor("q", x.q)
     device = x.q.device
@@ -134,7 +132,7 @@ def gradients_wanted(x: Operands) -> tuple[bool, bool]:
 
 
 def wanting(x: Operands) -> str:
-    """The operand that requires a gradient though none is computed for it; "" if there is none."""
+    """The name of an operand that requires a gradient that is not computed; "" if there is none."""
     for operand in CONSTANTS:
         tensor = getattr(x, operand)
         if tensor is not None and tensor.requires_grad:

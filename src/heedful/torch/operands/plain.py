@@ -1,8 +1,6 @@
-"""Arguments that stand for plain Python values, where they are tensors or symbols of torch's: all
-else is `core.base.numbers`.
-
-Calls are known by the values and types of their arguments. Only plain values are kept in such a
-key, so these functions run where a type is unusual, or where a key is not known yet.
+"""Plain Python values from torch's tensors and symbols; `core.base.numbers` handles other values. A
+call's key has the values and types of its arguments, and keeps plain values only. So these
+functions run if a type is unusual, or a key is new.
 """
 
 import operator
@@ -99,16 +97,16 @@ def plain_seed(seed: Any, device: torch.device) -> int | Tensor | None:
 
 
 def plain_options(given: Options) -> Options:
-    """The options with a plain value each, the very one where it is plain already. Raises TypeError
-    or ValueError naming the argument."""
+    """The options with plain values. A value that is plain already stays the same object. Raises
+    TypeError or ValueError naming the argument."""
     _check_near("window_size", given.window_size, call.WINDOW)
     _check_near("dropout_origin", given.dropout_origin, call.ORIGIN)
     return call.plain_options(given, plain_int, plain_float, plain_flag)
 
 
 def plain_update(update: CacheUpdate, q: Any) -> CacheUpdate:
-    """The update with plain values for whatever stands for them; itself if it has those already.
-    TypeError naming the argument. A length in a tensor without dims is that of every sequence."""
+    """The update with plain values; itself if all are plain already. TypeError naming the argument.
+    A length in a tensor without dims is that of every sequence."""
     lengths, interleaved = update.cache_seqlens, update.rotary_interleaved
     if not isinstance(lengths, Tensor):
         if lengths is not None:
@@ -126,23 +124,23 @@ def plain_update(update: CacheUpdate, q: Any) -> CacheUpdate:
 
 
 def _has_rows(q: Any) -> bool:
-    """Whether q has a first dim; what is wrong with one that has none is said later."""
+    """Whether q has a first dim; later checks report one that has none."""
     return isinstance(q, Tensor) and q.dim() > 0
 
 
 def is_same(plain: tuple, given: tuple) -> bool:
-    """Whether both hold the very same values: nothing was made plain."""
+    """Whether both hold the same objects, so that nothing was made plain."""
     return all(map(operator.is_, plain, given))
 
 
 def _check_near(name: str, value: Any, wanted: str) -> None:
-    """TypeError for a tensor elsewhere than on a CPU, which would have to be waited for."""
+    """TypeError for a tensor that is not on a CPU, for which the host would have to wait."""
     if isinstance(value, Tensor) and value.device.type != "cpu":
         wrong_type(name, f"{wanted} (a tensor elsewhere would have to be waited for)", value)
 
 
 def _check_readable(name: str, value: Any, wanted: str) -> None:
-    """TypeError or ValueError for a tensor whose element is not to be read."""
+    """TypeError or ValueError for a tensor whose element cannot be read."""
     if isinstance(value, Tensor):
         if value.requires_grad and torch.is_grad_enabled():
             raise ValueError(

@@ -1,5 +1,5 @@
-"""Checks of values, which only the CPU can make without waiting for a device. On a GPU they are
-made for calls with pages, if HEEDFUL_CHECK_PAGES asks for it.
+"""Checks of values. On a CPU they are always made. On a GPU, where they wait for the device, they
+are made for calls with pages under HEEDFUL_CHECK_PAGES.
 """
 
 from operator import attrgetter
@@ -11,7 +11,7 @@ from heedful.core.call.arguments import argument_name
 from heedful.core.call.operands import Operands
 from heedful.core.call.problem import AttentionProblem
 
-# Operands whose values say where to read.
+# Operands whose values are lengths or indices.
 indices = attrgetter(
     "cu_seqlens_q",
     "cu_seqlens_k",
@@ -24,8 +24,8 @@ indices = attrgetter(
 
 
 def check_values(x: Operands, problem: AttentionProblem, kind: str) -> None:
-    """ValueError where an index tensor points outside of what it indexes. Lengths of 0 and below
-    are those of empty sequences. Waits for the tensors' device."""
+    """ValueError where an index tensor points outside of what it indexes. Sequences of length 0 and
+    below are empty. Waits for the tensors' device."""
     if x.q.device.type == "cuda":
         with torch.cuda.device(x.q.device):
             refuse_capture(torch.cuda.is_current_stream_capturing())
@@ -102,7 +102,8 @@ def refuse_capture(is_capturing: bool) -> None:
 
 
 def _check_bounds(name: str, bounds: Tensor, tokens: int | None, side: str) -> Tensor:
-    """Room of each sequence, once cu_seqlens is known to rise and to end within the tokens."""
+    """The storage rows of each sequence, after a check that cu_seqlens rises and ends within the
+    tokens."""
     room = bounds[1:] - bounds[:-1]
     if int(bounds[0]) < 0 or (room < 0).any():
         raise ValueError(f"{name} must rise from 0, got {bounds.tolist()}")
@@ -123,7 +124,7 @@ def _check_used(name, used: Tensor, longest: int, room: Tensor | None, leftpad) 
 
 
 def _check_table(x: Operands) -> None:
-    """Page numbers of the pages in use."""
+    """Checks the page numbers of the pages in use."""
     page_size, capacity = x.k.shape[1], x.k.shape[1] * x.block_table.shape[1]
     begin = 0 if x.leftpad_k is None else x.leftpad_k[:, None]
     end = capacity if x.seqused_k is None else begin + x.seqused_k[:, None]

@@ -1,2 +1,2 @@
-"""Calls that torch's dispatcher sees: operators, their derivatives, vmap, DTensors. May import
+"""Calls through torch's dispatcher: operators, their derivatives, vmap, DTensors. May import
 `torch.eager`, `torch.operands` and `torch.base`."""

@@ -1,10 +1,9 @@
-"""The operators at the dispatcher's Autograd key, where every differentiation comes by: eager
-autograd, torch.func at each of its levels, and what torch.compile makes of either.
-
-torch.library.register_autograd would serve the first alone: the function that it makes refuses
-functorch, and an operator without a rule gives zero gradients. So one that is called for its
-output alone has a rule too: whoever calls it need not know whether somebody differentiates, which
-torch.compile cannot tell while it traces a transform.
+"""The operators at the dispatcher's Autograd key, which all differentiation passes: eager autograd,
+torch.func at each of its levels, and what torch.compile makes of either.
+torch.library.register_autograd would serve the first alone: its function refuses functorch, and an
+operator without a rule gives zero gradients. So operators for the output alone have a rule, too:
+their callers need not know whether the call is differentiated, which torch.compile cannot tell
+while it traces a transform.
 """
 
 import torch
@@ -39,9 +38,8 @@ def backward_autograd(run, keyset, *args):
 
 
 def inference_autograd(op, options: Options, args: tuple):
-    """The rule of an overload of heedful::inference where others than autograd look on.
-
-    options: what its arguments after q, k and v stand for.
+    """The rule of an overload of heedful::inference under transforms and tracers. options: makes
+    Options from its arguments after q, k and v.
     """
     _refuse_tangents(args)
     if not wants_gradients(args):
@@ -73,7 +71,7 @@ class Attention(OneLevelFunction):
     def forward(ctx, below, *args):
         x, ctx.options, _ = split(args)
         check_constants(x)
-        # Whoever called could not know of the level that wants gradients.
+        # The caller could not know of the level that wants gradients.
         out, lse, probs = below(*args[:-1], True)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(probs)
@@ -99,7 +97,7 @@ class Attention(OneLevelFunction):
 
 
 def no_second_derivative() -> RuntimeError:
-    """The error to raise where gradients are differentiated."""
+    """The error for a second derivative."""
     return RuntimeError(
         "trying to differentiate twice a function that was marked with @once_differentiable:"
         " heedful's attention has no second derivative"
@@ -107,7 +105,7 @@ def no_second_derivative() -> RuntimeError:
 
 
 class Backward(OneLevelFunction):
-    """The gradients at one level of differentiation, which are not differentiable themselves."""
+    """The gradients at one level of differentiation; they are not differentiable."""
 
     @staticmethod
     def forward(ctx, below, *args):
@@ -119,8 +117,8 @@ class Backward(OneLevelFunction):
     def backward(ctx, *grads):
         if transforms_active():
             raise no_second_derivative()
-        # torch.compile traces the gradients of all that it returns, wanted or not: this raises
-        # where it is computed.
+        # torch.compile traces the gradients of all outputs, wanted or not: this raises only when it
+        # is computed.
         raising = torch.ops.heedful.second_backward.default
         wanted = (
             raising(grads[0], *like) if needed else None

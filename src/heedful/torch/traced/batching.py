@@ -1,5 +1,5 @@
-"""torch.func.vmap over the operators: a new batch dim joins the batch where that changes nothing,
-else its elements run one by one."""
+"""torch.func.vmap over the operators: a mapped dim is merged into the batch if results do not
+depend on an entry's place there; else its elements run one by one."""
 
 import torch
 from torch import Tensor
@@ -39,7 +39,8 @@ def prefixed_vmap(info, in_dims, *args):
 
 @untraced
 def inference_vmap(op, info, in_dims, *args):
-    """The rule of an overload of heedful::inference, whose batches nothing tells apart."""
+    """The rule of an overload of heedful::inference, whose results do not depend on an entry's
+    place in the batch."""
     folded = [_fold(t, dim, info.batch_size) for t, dim in zip(args[:3], in_dims, strict=False)]
     sizes = info.batch_size, _batch(args[0], in_dims[0])
     return op(*folded, *args[3:]).unflatten(0, sizes), 0
@@ -51,7 +52,7 @@ def backward_vmap(info, in_dims, *args):
     x, options, (bias_grad, _) = split(args[4:])
     op = torch.ops.heedful.attention_v3_backward.default
     size = info.batch_size
-    # The gradient of a sink or a bias sums over the batch, which must not join another's.
+    # The gradient of a sink or a bias sums over the batch, which must not be merged with another's.
     alone = x.sink is not None or bias_grad
     if alone or not _joins(x, Operands._make(in_dims[4 : 4 + len(x)]), options):
         return _one_by_one(op, size, in_dims, args)
@@ -71,7 +72,8 @@ def seed_vmap(info, in_dims, seed):
 
 
 def _joins(x: Operands, dims: Operands, options: Options) -> bool:
-    """Whether the mapped dim may be part of the batch. dims: where it is, None if nowhere."""
+    """Whether the mapped dim may be merged into the batch. dims: its index in each argument, None
+    if it is not mapped."""
     own = [
         None if t is None else tuple(n for i, n in enumerate(t.shape) if i != d)
         for t, d in zip(x, dims, strict=True)
@@ -94,7 +96,7 @@ def _one_by_one(op, size: int, in_dims, args):
     """Each element of the mapped dim on its own, stacked."""
     results = [op(*_element(args, in_dims, index)) for index in range(size)]
     if not size:
-        # A call with one element, of zeros, tells the shapes of a call with none.
+        # A call with one element of zeros gives the shapes of a call with none.
         one = [
             t.new_zeros((1, *t.shape[:dim], *t.shape[dim + 1 :])) if isinstance(dim, int) else t
             for t, dim in zip(args, in_dims, strict=True)

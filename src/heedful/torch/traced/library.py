@@ -1,6 +1,6 @@
 """The same calls as operators of torch's dispatcher: for torch.compile, functorch transforms, fake
 tensors and subclasses. `torch.ops.heedful.attention_v3` and its backward share validation, planning
-and runners with the eager path; this file holds only what the dispatcher wants to know of them.
+and runners with the eager path; this file only describes them to the dispatcher.
 """
 
 from functools import cache, partial
@@ -59,8 +59,8 @@ _TYPES = {
 }
 _OPTIONS = ", ".join(f"{_TYPES[name]} {name}" for name in Options._fields)
 
-# torch.compile keeps its code on disk under the names of operators: once released, a new schema
-# wants a new name.
+# torch.compile keeps its code on disk under the names of operators: after a release, another schema
+# needs another name.
 LIBRARY = torch.library.Library("heedful", "DEF")
 _SCHEMAS = (
     f"attention_v3({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
@@ -71,14 +71,14 @@ _SCHEMAS = (
     # A cache that is not extended, and a prefix before it: see api/prefix.py.
     f"prefixed_attention_v2(Tensor k_prefix, Tensor v_prefix, {_OPERANDS}, {_OPTIONS})"
     " -> (Tensor out, Tensor lse)",
-    # A gradient's gradient, which raises when it is computed: it can be traced where nobody wants
-    # it.
+    # A second derivative, which raises when it is computed: it can be traced where it is not
+    # wanted.
     "second_backward(Tensor grad, SymInt[] shape, ScalarType dtype) -> Tensor",
     # The Philox key that a traced call draws, for its backward: see private.keep_result.
     "kept_seed(Tensor seed) -> Tensor",
-    # Dense attention of which nothing but the output is wanted. The dispatcher takes as long for
-    # each argument as for a tenth of the call, so that inference is not to pass 34 of them, and is
-    # to pass four where all else is as usual.
+    # Dense attention of which only the output is wanted. The dispatcher's time for each argument is
+    # a tenth of a call's. So inference does not pass 34 arguments, and only four if all others have
+    # their defaults.
     "inference(Tensor q, Tensor k, Tensor v, bool causal=False) -> Tensor out",
     "inference.options(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal,"
     " int[] window_size, float softcap, int num_splits, str? backend) -> Tensor out",
@@ -90,7 +90,8 @@ for _schema in _SCHEMAS:
 def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
     """As `calls.attend`, through the dispatcher."""
     has_parts = False
-    # Compiled code looks again at all that is looked at here: the usual is told by the least.
+    # Compiled code checks again all that is checked here: so usual calls are recognised by few
+    # checks.
     if not (q.__class__ is k.__class__ is v.__class__ is Tensor and x is out is seed is None):
         has_parts = has_shards((*((q, k, v) if x is None else x), out, seed))
         if has_parts:
@@ -130,10 +131,9 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
 def differentiate(
     x: Operands, options: Options, saved: tuple, seed, bias_grad, known_as: Any = None
 ) -> Gradients:
-    """The gradients of a call, through the dispatcher where somebody looks on.
-
-    saved: dout, dlse, out, lse, as the caller gave them. seed: dropout_seed. known_as: where the
-    call is kept, if nobody looks on. Raises TypeError or ValueError naming the argument.
+    """The gradients of a call, through the dispatcher if a tracer or transform must see it. saved:
+    the caller's dout, dlse, out, lse. seed: dropout_seed. known_as: the options under which the
+    call is kept, if it runs at once. Raises TypeError or ValueError naming the argument.
     """
     has_parts = has_shards((*x, *saved, seed))
     check_tensors(x, options)
@@ -183,7 +183,7 @@ def _problem(x: Operands, options: Options, bias_grad: bool) -> AttentionProblem
 
 
 def _gradients(call: Call, x: Operands, saved: tuple, kv_grad: bool) -> Gradients:
-    """Those of a bound call of plain tensors, as its kernels give them."""
+    """The gradients of a bound call on plain tensors, as its kernels give them."""
     dout, dlse, out, lse = saved
     assert call.backwards is not None
     kept = *call.backwards.pick(x if call.plain else call.seeded(x, x.seed)), out, lse
@@ -200,10 +200,8 @@ def own_gradients(grads: Gradients, x: Operands) -> Gradients:
 
 
 def _is_usual(q, k, v, given: Options) -> bool:
-    """Whether a compiled call wants the output alone, and but for `causal` has no options.
-
-    The compiled code looks again, at each call, at every value that was looked at in here: literals
-    cost nothing.
+    """Whether a compiled call wants the output alone, and has no options but `causal`. At each call
+    the compiled code checks again every value that is checked here; literals cost nothing.
     """
     return (
         isinstance(q, Tensor)
@@ -226,7 +224,7 @@ def _is_usual(q, k, v, given: Options) -> bool:
 
 
 def _is_bare(x: Operands, given: Options) -> bool:
-    """Whether q, k and v are all that goes in and out all that comes out."""
+    """Whether q, k and v are the only operands and `out` is the only result."""
     return given.kind == "dense" and results_of(given) == 0 and all(t is None for t in x[3:])
 
 
@@ -261,7 +259,7 @@ def _attention_fake(*args):
     )
 
 
-# Arguments of heedful::inference.options after v: all else is as usual.
+# Arguments of heedful::inference.options after v: all others have their defaults.
 _INFERENCE = ("softmax_scale", "causal", "window_size", "softcap", "num_splits", "backend")
 
 
@@ -278,7 +276,8 @@ _USUAL = {causal: Options(kind="dense", causal=causal) for causal in (False, Tru
 
 
 def _made(q, k, v, x: Operands, options: Options, out, seed):
-    """The output of tensors of which the dispatcher could make no others. Raises ValueError."""
+    """The output for tensors that the dispatcher has resolved as far as it can. Raises
+    ValueError."""
     return Call(x, options, (False, False), None).forward(x)[0]
 
 
@@ -312,7 +311,7 @@ def _differentiable(op, options: Options, args: tuple):
 
     if needs_dispatcher(*args[:3]):
         return below()
-    # To dispatch it again takes a fifth of its time, and this is differentiable too.
+    # To dispatch again would take a fifth of its time, and this is differentiable, too.
     q, k, v, *_ = args
     return eager_attend(q, k, v, None, options, None, None, below)
 
@@ -368,8 +367,8 @@ def _kept_seed(seed):
 
 @constant_when_traced
 def take_shards() -> None:
-    """Has the operators take DTensors, from a process's first call of one on: to load their module
-    takes half as long as to load torch. Not traced: Dynamo calls it where it would trace it."""
+    """Makes the operators take DTensors. It runs at a process's first call with one, since their
+    module takes half as long to load as torch. Dynamo calls it instead of tracing it."""
     _take_shards()
 
 

@@ -1,5 +1,5 @@
-"""The questions of operators to torch's dispatcher and tracer: the only users of torch's private
-names for that. Eager calls pass nothing of this."""
+"""The private names of torch by which operators ask its dispatcher and tracer. Eager calls do not
+use this."""
 
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -20,7 +20,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_slot, proxy_call
 from torch.utils.checkpoint import CheckpointPolicy
 
-# A Function of the functorch level that is at work alone, which `Function` hides.
+# A Function for the current functorch level alone, which `Function` hides.
 OneLevelFunction = _SingleLevelFunction
 _PLAIN = {
     (torch._C.DispatchKeySet(own) | torch._C.DispatchKeySet(autograd)).raw_repr()
@@ -32,20 +32,20 @@ _PLAIN = {
 
 
 def is_plain(keyset) -> bool:
-    """Whether a kernel of the Autograd key was called with tensors of a device that autograd alone
-    looks at: no transform, no mode, no subclass, no tracer, no forward-mode AD. (Compiled code with
-    forward-mode AD in it was traced with tensors that are not plain.)"""
+    """Whether a kernel of the Autograd key was called with device tensors that only autograd sees:
+    no transform, mode, subclass, tracer or forward-mode AD. (Compiled code with forward-mode AD in
+    it was traced with tensors that are not plain.)"""
     return keyset.raw_repr() in _PLAIN and forward_ad._current_level < 0
 
 
 def wants_gradients(args) -> bool:
-    """Whether the level that the dispatcher is at records what happens to these arguments."""
+    """Whether the current level of the dispatcher records gradients for these arguments."""
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
 
 
 def untraced(function):
-    """Keeps torch.compile out of a kernel of an operator and all that it calls, which Dynamo would
-    compile too where it left its caller to Python. Takes no time per call, unlike
+    """Keeps torch.compile out of an operator's kernel and all that it calls. Otherwise Dynamo would
+    compile these, too, if it leaves their caller to Python. Takes no time per call, unlike
     torch.compiler.disable."""
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     set_code_exec_strategy(function.__code__, skip)
@@ -53,23 +53,23 @@ def untraced(function):
 
 
 def constant_when_traced(function):
-    """Has torch.compile call a function where it would trace it, and take its result for good:
-    torch.compiler.assume_constant_result, which loads Dynamo for it, without that."""
+    """Makes torch.compile call a function instead of tracing it, and take its result as a constant.
+    torch.compiler.assume_constant_result does the same, but loads Dynamo."""
     function._dynamo_marked_constant = True
     return function
 
 
 def keep_result(op) -> None:
-    """Has torch.compile's partitioner save an operator's result for the backward, and never compute
-    again what it is of: under an activation_memory_budget it would, though that is random, and the
-    backward would see another mask than the forward."""
+    """Makes torch.compile's partitioner save an operator's result for the backward, and not compute
+    it again. Under an activation_memory_budget it would compute it again, although it is random,
+    and the backward would have another mask than the forward."""
 
     def traced(mode, *args, **kwargs):
-        # There where anything is compiled, and not loaded by others.
+        # Loaded if anything is compiled, and otherwise not needed.
         from torch._functorch import config as functorch_config
 
         if functorch_config.activation_memory_budget == 0:
-            # It saves nothing then, whatever is asked for.
+            # It then saves nothing, whatever is asked.
             raise ValueError(
                 "dropout_seed must be given where torch.compile has an activation_memory_budget of"
                 " 0, which would draw another in the backward, got None"
@@ -84,7 +84,7 @@ def keep_result(op) -> None:
 
 
 def has_tangent(args) -> bool:
-    """Whether forward-mode AD wants the derivative along one of the tensors among these."""
+    """Whether forward-mode AD follows one of the tensors among these."""
     return torch._C._is_fwd_grad_enabled() and any(
         isinstance(arg, Tensor) and torch._VF._unpack_dual(arg, level=0)[1] is not None
         for arg in args
@@ -92,19 +92,18 @@ def has_tangent(args) -> bool:
 
 
 def below_autograd(op, args: tuple):
-    """Calls an operator as a kernel of the Autograd key does in the end: past that key."""
+    """Calls an operator past the Autograd key, as a kernel of that key does in the end."""
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
 
 
 def record(function: type[OneLevelFunction], op, args: tuple, plain: bool):
     """`function.apply(below, *args)` from within a kernel of the Autograd key, where `below` calls
-    the operator past that key. plain: see is_plain.
-
-    There the dispatcher unwraps and wraps the tensors of each functorch transform, as for torch's
-    own operators, so that the function sees one level; which apply() wants to be told.
+    the operator past that key. plain: see is_plain. The dispatcher unwraps and wraps the tensors of
+    each functorch transform, as for torch's own operators, so that the function sees one level;
+    apply() must be told so.
     """
-    # The function's forward has both modes off, which outer levels must not see.
+    # The function's forward turns both modes off, which outer levels must not see.
     forward_mode = torch._C._is_fwd_grad_enabled()
     outer_modes = nullcontext() if plain else _both_modes(forward_mode)
 
@@ -128,7 +127,7 @@ def _both_modes(forward_mode: bool):
 
 
 def are_in_order(sharded: Any) -> bool:
-    """Whether dims of the mesh that split one dim of a DTensor did so from the first to the last.
-    Torch keeps the order, and has no public name for it."""
+    """Whether mesh dims that split one dim of a DTensor did so from the first to the last. Torch
+    has no public name for this order."""
     order = getattr(getattr(sharded, "_spec", None), "shard_order", None) or ()
     return all([list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in order])

@@ -1,10 +1,9 @@
-"""DTensors: each rank of a mesh computes what it has of batch and heads, and nothing moves.
-
-Dims of the mesh spread q, k and v evenly over the batch or over the heads, KV heads with their
-query heads, or repeat them. Other operands are spread as q is. Whatever is placed otherwise is
-refused by name, as to gather it would cost more than the call. Cotangents alone are brought to
-where their results are. With dropout a rank begins in the whole's mask where its batch entries and
-its heads do.
+"""DTensors: each rank of a mesh computes its part of batch and heads, and nothing is sent. Dims of
+the mesh spread q, k and v evenly over the batch or over the heads, KV heads with their query heads,
+or replicate them. Other operands are spread as q is. Other placements are refused by name, since to
+gather would cost more than the call. Only incoming gradients are redistributed, to the placements
+of their results. With dropout a rank draws its part of the whole's mask, from its first batch entry
+and head.
 """
 
 from collections.abc import Sequence
@@ -23,8 +22,7 @@ from heedful.torch.operands.checks import attention_call
 from heedful.torch.traced.private import are_in_order
 
 _BATCH, _HEADS, _WHOLE = "batch", "heads", ""
-# The axes that the dims of arrays run over, from the last one on: b batch, h heads, - anything
-# else.
+# The axes of the dims of arrays, from the last dim: b batch, h heads, - anything else.
 _OF_ANY = {
     "bias": "bh--",
     "alibi_slopes": "bh",
@@ -42,7 +40,7 @@ _PACKED = {"q": "-h-", "k": "--h-", "v": "--h-", "out": "-h-", "lse": "h-", **_O
 # These are broadcast where a dim has one element.
 _BROADCAST = ("bias", "key_ranges", "alibi_slopes", "q_descale", "k_descale", "v_descale")
 _LETTERS = {"b": _BATCH, "h": _HEADS, "-": _WHOLE}
-# Every rank wants the whole of these: they may be plain tensors, the same everywhere.
+# Every rank needs all of these: they may be plain tensors, equal on all ranks.
 _SAME = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table", "seed")
 
 
@@ -58,11 +56,11 @@ def check_shards(options: Options, out: Any, seed: Any) -> None:
 
 
 class Spread:
-    """How the arrays of one call lie on a mesh."""
+    """How the arrays of one call are placed on a mesh."""
 
     def __init__(self, x: Operands, options: Options, grads: tuple[bool, bool]):
-        """grads: of AttentionCall. Raises TypeError or ValueError, as for tensors of one device and
-        where something lies otherwise than it may."""
+        """grads: of AttentionCall. Raises TypeError or ValueError, as for tensors of one device,
+        and for placements that are not taken."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         self._q = x.q
@@ -113,7 +111,7 @@ class Spread:
         return prod(sizes)
 
     def labels(self, name: str, shape: Sequence[int]) -> list[str]:
-        """The axis that each dim of an array runs over."""
+        """The axis of each dim of an array."""
         letters = self._labels.get(name, "-")[-len(shape) :] if shape else ""
         labels = [_LETTERS[letter] for letter in letters.rjust(len(shape), "-")]
         if name in _BROADCAST:
@@ -121,7 +119,7 @@ class Spread:
         return labels
 
     def placements(self, name: str, shape: Sequence[int]) -> tuple:
-        """Where an array of the call lies."""
+        """The placements of an array of the call."""
         labels = self.labels(name, shape)
         return tuple(
             self._shard(labels.index(axis)) if axis and axis in labels else self._same
@@ -169,7 +167,7 @@ class Spread:
         return Operands._make([self.local(*item) for item in x._asdict().items()])
 
     def options(self, options: Options) -> Options:
-        """Those of this rank's part."""
+        """The options for this rank's part."""
         if options.dropout_p == 0:
             return options
         batch, head, *rest = options.dropout_origin
@@ -178,7 +176,7 @@ class Spread:
         return options._replace(dropout_origin=(batch, head, *rest))
 
     def _first(self, label: str, count: int) -> int:
-        """The first that this rank has of what a label counts."""
+        """The index of this rank's first batch entry or head, as the label says."""
         place = 0
         for index, axis in enumerate(self._axes):
             if axis == label:
@@ -186,7 +184,7 @@ class Spread:
         return place * (count // self._parts(label))
 
     def cotangent(self, result: str, name: str, tensor: Any) -> Any:
-        """This rank's part of a result's cotangent, wherever it lies."""
+        """This rank's part of a result's incoming gradient, whatever its placement."""
         if tensor is None:
             return None
         self._check_type(name, tensor)
@@ -194,8 +192,8 @@ class Spread:
         return tensor.redistribute(self.mesh, places).to_local()
 
     def whole(self, name: str, local: Tensor, shape: Sequence[int], is_sum: bool = False) -> Any:
-        """The result of which each rank has a part. is_sum: it is the sum over the ranks that it is
-        not spread over, as a gradient of what they all have is."""
+        """The result of which each rank has a part. is_sum: it is a sum over the ranks over which
+        it is not spread, as the gradient of a replicated tensor."""
         from torch.distributed.tensor import Partial
 
         places = list(self.placements(name, shape))
@@ -209,7 +207,7 @@ class Spread:
         )
 
     def empty(self, local: Tensor) -> Any:
-        """A result that nobody asked for."""
+        """An empty result, in place of one that was not asked for."""
         return self._tensor.from_local(
             local, self.mesh, [self._same] * self.mesh.ndim, run_check=False
         )
@@ -272,7 +270,8 @@ def twice(op, grad, shape, dtype):
 
 
 def take_shards(rules: dict) -> None:
-    """Has torch call these functions (op, args) for operators of which a DTensor is an argument."""
+    """Makes torch call these functions (op, args) for operators with a DTensor among their
+    arguments."""
     from torch.distributed.tensor import DTensor
 
     for op, rule in rules.items():
@@ -281,7 +280,7 @@ def take_shards(rules: dict) -> None:
 
 def _local_rule(rule):
     def dispatched(_, op, types, args=(), kwargs=None):
-        # Autograd has recorded above all that it wants.
+        # Autograd has recorded the call above this level.
         with torch.no_grad():
             return rule(op, args)
 
