@@ -1,7 +1,6 @@
-"""The groups of kernel arguments (`kernels.args`) filled from a problem and its arrays: one
-function a group, for every family of kernels.
-
-Operands that a call lacks, and their strides, are None.
+"""Fills the groups of kernel arguments (`kernels.args`) from a problem and its arrays: one function
+for each group, for all families of kernels. Operands that a call lacks, and their strides, are
+None.
 """
 
 from collections.abc import Mapping
@@ -27,12 +26,13 @@ def with_scratch(buffers: Buffers, sizes: Sizes) -> Buffers:
 
 
 def wrapped(word: int) -> int:
-    """A 32-bit word as the signed integer of the same bits."""
+    """A 32-bit word as the signed integer with the same bits."""
     return (word & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
 
 
 def pointer(buffers: Buffers, name: str, aligned: bool = False) -> Pointer | None:
-    """The address of an array, or None. aligned: promised to be a multiple of 16 bytes."""
+    """The address of an array, or None. aligned: whether the compiler may assume a multiple of 16
+    bytes."""
     spec = buffers.get(name)
     return None if spec is None else Pointer(name, spec.dtype, aligned)
 
@@ -53,12 +53,13 @@ def stride(value: int, divisor: int = 1) -> Scalar:
 
 
 def row_stride(value: int, divisor: int = 1) -> Scalar:
-    """A stride of rows: of 32 bits if offsets within a tile stay within them."""
+    """A stride of rows: in 32 bits if offsets within a tile fit into them, else in 64."""
     return Scalar(value, "i32" if abs(value) < WIDE_STRIDE else "i64", divisor)
 
 
 def token_strides(spec: ArraySpec) -> tuple[int, int, int]:
-    """(batch, row, head) strides; packed tokens have no batch, pages are the batch."""
+    """(batch, row, head) strides. Packed tokens have a batch stride of 0; pages count as the
+    batch."""
     *batch, row, head, _ = spec.steps
     return batch[0] if batch else 0, row, head
 
@@ -70,8 +71,8 @@ def lse_strides(spec: ArraySpec) -> tuple[int, int]:
 
 
 def rows(buffers: Buffers, name: str, divisor: int = 1) -> kinds.Rows:
-    """A (B, S, H, D) or (T, H, D) tensor whose strides are all multiples of `divisor`; one above 1
-    promises an aligned address, too."""
+    """A (B, S, H, D) or (T, H, D) tensor whose strides are multiples of `divisor`. A divisor above
+    1 promises an aligned address, too."""
     if name not in buffers:
         return absent(kinds.Rows)
     b, n, h = token_strides(buffers[name])
@@ -82,7 +83,7 @@ def rows(buffers: Buffers, name: str, divisor: int = 1) -> kinds.Rows:
 def split_rows(
     buffers: Buffers, name: str, divisor: int = 1, is_split: bool = False
 ) -> kinds.SplitRows:
-    """`rows` of an array that has a leading dim of splits, or of a whole one."""
+    """As `rows`, for an array that has a leading dim of splits if is_split."""
     one, step = _of_split(buffers[name], is_split)
     pointer, *strides = rows({name: one}, name, divisor)
     return kinds.SplitRows(pointer, stride(step, divisor), *strides)
@@ -96,7 +97,7 @@ def _of_split(spec: ArraySpec, is_split: bool) -> tuple[ArraySpec, int]:
 
 
 def row_vector(buffers: Buffers, name: str) -> kinds.RowVector:
-    """A float32 (B, H, S) or (H, T) array whose rows lie side by side."""
+    """A float32 (B, H, S) or (H, T) array whose last stride is 1."""
     spec = buffers.get(name)
     if spec is None:
         return absent(kinds.RowVector)
@@ -104,7 +105,7 @@ def row_vector(buffers: Buffers, name: str) -> kinds.RowVector:
 
 
 def split_row_vector(buffers: Buffers, name: str, is_split: bool = False) -> kinds.SplitRowVector:
-    """`row_vector` of an array that has a leading dim of splits, or of a whole one."""
+    """As `row_vector`, for an array that has a leading dim of splits if is_split."""
     if name not in buffers:
         return absent(kinds.SplitRowVector)
     one, step = _of_split(buffers[name], is_split)
@@ -113,7 +114,7 @@ def split_row_vector(buffers: Buffers, name: str, is_split: bool = False) -> kin
 
 
 def row_array(buffers: Buffers, name: str) -> kinds.RowArray:
-    """A (B, H, S) or (H, T) array with any strides, as autograd hands it out."""
+    """A (B, H, S) or (H, T) array with any strides, as autograd may return it."""
     spec = buffers.get(name)
     if spec is None:
         return absent(kinds.RowArray)
@@ -174,7 +175,7 @@ def constants(group: type[Group], *sources: Any, **others: Any) -> Group:
 
 
 def stored_keys(buffers: Buffers, page_size: int) -> int:
-    """Keys that each sequence has room for in storage, or packed ones all together. A cache without
+    """Keys that each sequence has room for in storage; of packed keys, the total. A cache without
     pages or rows has room for none."""
     k = buffers["k"].shape
     if len(k) == 3 or not k[0]:
@@ -185,7 +186,8 @@ def stored_keys(buffers: Buffers, page_size: int) -> int:
 def sequences(
     problem: AttentionProblem, buffers: Buffers, new_k: int | None = None
 ) -> shared.Sequences:
-    """Where sequences lie, and how far any can reach. new_k: rows that the kernel appends."""
+    """The group that says where sequences lie, and how long they can be. new_k: rows that the
+    kernel appends."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
     seqlen_q = buffers["q"].shape[0] if problem.varlen_q else problem.seqlen_q
     seqlen_k = stored_keys(buffers, problem.page_size)
@@ -210,10 +212,10 @@ def row_ranges(buffers: Buffers) -> kinds.RowArray:
 
 
 def mask(problem: AttentionProblem, buffers: Buffers) -> shared.Mask:
-    """Which keys a query sees. A side without a bound reaches FAR."""
+    """The group that says which keys a query sees. A side without a bound is FAR."""
     given = problem.mask
     tree = buffers.get("tree_mask")
-    # One tree for all sequences comes with a batch of 1.
+    # A tree mask of batch 1 is for all sequences.
     batch_stride = tree.strides[0] if tree and tree.shape[0] > 1 else 0
     return shared.Mask(
         left=Scalar(min(given.left, FAR) if given.left >= 0 else FAR),
@@ -232,7 +234,7 @@ def mask(problem: AttentionProblem, buffers: Buffers) -> shared.Mask:
 
 
 def score_mods(problem: AttentionProblem, buffers: Buffers) -> shared.ScoreMods:
-    """The operands that make scores of raw products."""
+    """The group of operands that turn raw products into scores."""
     alibi = buffers.get("alibi_slopes")
     return shared.ScoreMods(
         scale=number(problem.scale),
@@ -247,8 +249,9 @@ def score_mods(problem: AttentionProblem, buffers: Buffers) -> shared.ScoreMods:
 
 
 def is_adjusted(problem: AttentionProblem) -> bool:
-    """Whether scores are taken to natural units: the maximum commutes with a positive scale alone;
-    float32 has the digits that folding the scale into the exponent loses."""
+    """Whether scores are computed in natural units. Raw products will not do where a score is
+    modified or the scale is not positive, nor in float32, where folding the scale into the exponent
+    would lose digits."""
     return bool(
         problem.softcap > 0
         or problem.alibi
@@ -259,20 +262,20 @@ def is_adjusted(problem: AttentionProblem) -> bool:
 
 
 def has_dropout(problem: AttentionProblem) -> bool:
-    """Whether any probability is dropped: one that rounds to certainty drops nothing, and its
-    threshold 2^32 has no 32-bit word."""
+    """Whether any probability is dropped. If keeping one is certain after rounding, none is: its
+    threshold, 2^32, would not fit into a 32-bit word."""
     return (1.0 - problem.dropout_p) * 2.0**32 < 2.0**32
 
 
 def dropout(problem: AttentionProblem, buffers: Buffers) -> shared.Dropout:
-    """Which probabilities are dropped, and what the others are multiplied by: at p = 1 none is
-    kept."""
+    """The group that says which probabilities are dropped, and the factor of the others: at p = 1
+    none is kept."""
     keep = 1.0 - problem.dropout_p
     scale = number(1.0 / keep if keep > 0 else 0.0)
     if not has_dropout(problem):
         return shared.Dropout(None, None, scale, None, None, None, None, IS_ON=False, IS_QUAD=False)
     origin = problem.dropout_origin
-    # Behind the seed, where it is for the device to say which shard this is.
+    # After the seed in memory, if the device decides which shard this is.
     is_read = "seed" in buffers and buffers["seed"].shape == (5,)
     return shared.Dropout(
         pointer(buffers, "seed"),
@@ -285,8 +288,8 @@ def dropout(problem: AttentionProblem, buffers: Buffers) -> shared.Dropout:
 
 
 def kv_layout(page_size: int, buffers: Buffers, is_written: bool = False) -> shared.KVLayout:
-    """Where keys lie in a cache. is_written: by the kernel, which then knows where the cache ends
-    whatever names its entries."""
+    """The group that says where keys lie in a cache. is_written: whether the kernel writes into the
+    cache; it then needs its size."""
     table = buffers.get("block_table")
     is_cache = is_written or table is not None or "kv_batch_idx" in buffers
     return shared.KVLayout(
@@ -299,7 +302,7 @@ def kv_layout(page_size: int, buffers: Buffers, is_written: bool = False) -> sha
 
 
 def rotary(buffers: Buffers, interleaved: bool, position0: int) -> Rotary:
-    """The tables of rotary positions."""
+    """The group of rotary tables."""
     cos = buffers.get("rotary_cos")
     if cos is None:
         return Rotary(None, None, None, None, None, None, interleaved)
@@ -316,14 +319,14 @@ def rotary(buffers: Buffers, interleaved: bool, position0: int) -> Rotary:
 
 
 def descales(problem: AttentionProblem, buffers: Buffers) -> shared.Descales:
-    """Descales of (B, G), or beside the keys as (.., rows, G, groups)."""
+    """The group of descales: (B, G), or stored like the keys as (.., rows, G, groups)."""
     q = descale(buffers, "q", 0)
     k, v = (descale(buffers, name, problem.kv_group) for name in "kv")
     return shared.Descales(q, k, v, KV_GROUP=problem.kv_group, IS_INT4=problem.kv_dtype == "int4")
 
 
 def descale(buffers: Buffers, name: str, group: int) -> shared.Descale:
-    """Descales of q, k or v, of groups of so many values, or of heads (0)."""
+    """Descales of q, k or v. group: how many values share one; 0 is one for each head."""
     spec = buffers.get(f"{name}_descale")
     if spec is None:
         return absent(shared.Descale)

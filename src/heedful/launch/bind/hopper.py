@@ -9,13 +9,13 @@ from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, with_scratch
 from heedful.launch.spec import KernelCall, KernelRef, Program, TensorMap
 
-SWIZZLE = maps.SWIZZLE_BYTES // 2  # elements that one swizzled row of shared memory holds
+SWIZZLE = maps.SWIZZLE_BYTES // 2  # elements of a swizzled row of shared memory
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
-    """out, and lse if there is such a buffer; several splits of the keys give partial results,
-    which the portable merge combines. The launch is programmatic where another kernel has the short
-    sequences, see mixed.py."""
+    """The launches that compute out, and lse if there is such a buffer. If the keys are split, they
+    store partial results, which the portable merge combines. In a mixed batch the launch is
+    programmatic, see mixed.py."""
     sizes, config = plan.sizes(), plan.configs["hopper.forward"]
     assert isinstance(config, HopperForwardConfig)
     buffers = with_scratch(buffers, sizes)
@@ -29,7 +29,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     call = _forward_call(problem, config, sizes, buffers, results["lse"], splits, plan.short_q > 0)
     calls.append(call)
     if plan.is_split:
-        # The first split has the sink: a merge would give it to rows that are not in use, too.
+        # The first split includes the sink: a merge would add it to unused rows, too.
         calls.append(portable.combine_call(buffers, has_sink=False, begins_early=True))
     return Program(tuple(calls), sizes.workspaces)
 
@@ -59,11 +59,11 @@ def _forward_call(
 def _maps(
     problem: AttentionProblem, config: HopperForwardConfig, buffers: Buffers
 ) -> dict[str, TensorMap]:
-    """The tensor maps: of queries and the output as they lie, of keys and values perhaps row by
-    row."""
+    """The tensor maps of queries, keys, values and the output."""
     q_dim, v_dim = tile_dim(problem.head_dim), tile_dim(problem.head_dim_v)
     in_d, in_e = config.tail_d, config.tail_e
-    # Where the queries are boxes of 64 columns the results, which may take their place, are too.
+    # If queries are in boxes of 64 columns, so are results, which may be stored through the same
+    # memory.
     out_dim = SWIZZLE if in_e or (in_d and v_dim == 128) else v_dim
     q_dim, v_dim = SWIZZLE if in_d else q_dim, SWIZZLE if in_e else v_dim
     pack = config.group_rows(problem)
@@ -83,8 +83,8 @@ def _maps(
 def key_map(
     problem: AttentionProblem, buffers: Buffers, name: str, rows: int, dim: int
 ) -> TensorMap:
-    """Keys or values in boxes of so many rows and columns; of pages in boxes of rows that divide a
-    page, as wide as the swizzle."""
+    """The map of keys or values, with boxes of `rows` x `dim`. In pages, the rows of a box divide a
+    page, and it is as wide as the swizzle."""
     if problem.page_size:
         rows, dim = min(rows, page_rows(problem.page_size)), SWIZZLE
     make = maps.packed_map if problem.ragged_k else maps.dense_map

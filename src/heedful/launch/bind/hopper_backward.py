@@ -1,5 +1,5 @@
-"""Programs of the Hopper backward: delta and cleared sums of dQ, then dK, dV and those sums, then
-dQ from them."""
+"""Programs of the Hopper backward. The prologue computes delta and clears the sums of dQ; the main
+kernel computes dK, dV and these sums; the epilogue makes dQ from them."""
 
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import Plan
@@ -28,8 +28,7 @@ from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, number, pointer, with_scratch
 from heedful.launch.spec import KernelCall, KernelRef, Pointer, Program, Scalar, absent
 
-# The warps of the kernels that go by rows: their time is that of the bytes, which they read and
-# write once.
+# Warps of prologue and epilogue: their time is that of the bytes, which they read and write once.
 _ROWS_WARPS = 4
 _MODULES = {
     "backward_prologue": "prologue",
@@ -38,15 +37,15 @@ _MODULES = {
     "backward_wide": "wide",
     "backward_epilogue": "dq.epilogue",
 }
-# Rows and keys by which far rows are computed again, and registers that near rows need. Few calls
-# have far rows, so their tiles are small: near rows pay neither registers nor shared memory for
-# them, and as many programs run at once.
+# The tile in which far rows are computed again, and the registers that other rows need. Few calls
+# have far rows, so their tiles are small: the kernel needs no more registers or shared memory for
+# them, and an SM runs as many programs.
 _FAR_BLOCK = 16
 _NEAR_REGISTERS = {64: 48, 128: 56, 256: 80}
 
 
 def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
-    """dq, dk, dv, and dbias and dsink where there are such buffers."""
+    """The launches that compute dq, dk, dv, and dbias and dsink where there are such buffers."""
     stored_k = None if problem.varlen_k else buffers["k"].shape[1]
     sizes = plan.sizes(direction="backward", stored_k=stored_k)
     kernel = plan.variant_of("backward").configs[0]
@@ -70,7 +69,8 @@ def _rows_call(
     registers: int | None = None,
     **parameters,
 ) -> KernelCall:
-    """A kernel that goes by tiles of rows. registers: that a thread may have, at most."""
+    """The launch of prologue or epilogue, whose programs have tiles of rows. registers: the most of
+    a thread."""
     launch = launch_sizes.launches[f"hopper.backward_{name}"]
     ref = _kernel(f"backward_{name}")
     parameters |= groups.scalars(**launch.numbers)
@@ -97,7 +97,7 @@ def _sizes(problem: AttentionProblem, buffers: Buffers) -> HopperBackwardSizes:
 def _schedule_call(
     problem: AttentionProblem, config: HopperBackwardConfig, sizes: Sizes, buffers: Buffers
 ) -> KernelCall:
-    """The key tiles of packed sequences, those whose keys the most queries see first."""
+    """The launch that lists key tiles of packed sequences, those that most queries see first."""
     counts = {
         "total_q": buffers["k"].shape[0],
         "total_k": buffers["q"].shape[0],
@@ -170,8 +170,8 @@ def _scratch(buffers: Buffers, *names: str) -> dict[str, Pointer | None]:
 
 
 def _splits(buffers: Buffers) -> dict[str, Scalar | None]:
-    """In how many parts visits of key tiles are split, and the keys of a head in each; None if they
-    are not."""
+    """How many splits the visits of key tiles have, and how many keys of a head are stored for each
+    split; None without splits."""
     if "partials" not in buffers:
         return {"splits": None, "partial_rows": None}
     partials = buffers["partials"].shape
@@ -193,7 +193,7 @@ def _backward_call(
         of_queries = name in ("q", "dout")
         is_ragged = problem.varlen_q if of_queries else problem.varlen_k
         make = maps.packed_map if is_ragged else maps.dense_map
-        # Keys have a box for each consumer.
+        # Each consumer has a box of keys.
         rows = config.block_m if of_queries else CONSUMER_ROWS
         found[name] = make(name, buffers[name], rows, backward_dim(dim))
     parameters = {

@@ -1,8 +1,8 @@
 """Programs of the portable kernels.
 
 Buffers are named as Operands' fields, plus out, lse, probs, dout, dlse, dq, dk, dv, dbias, dsink;
-absent ones are missing from the mapping. The kernels of a KV cache and of a merge have their own
-few names, each beside its function.
+absent ones are missing from the mapping. The kernels of a KV cache and of a merge have a few other
+names, which their functions list.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,8 +28,9 @@ from heedful.launch.bind import groups
 from heedful.launch.bind.groups import Buffers, pointer, scalars, with_scratch
 from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar, absent
 
-# Triton 3.6 miscompiles WGMMA over a 32-wide 16-bit tile that was loaded element by element (keys
-# from the 16th on are wrong; H200, 2026-11-20; right with 3.9): unaligned tiles are at least this.
+# The least columns of an unaligned tile. Triton 3.6 miscompiles WGMMA over a 16-bit tile of 32
+# columns that was loaded element by element (keys from the 16th on are wrong; H200, 2026-11-20; 3.9
+# is right).
 _UNALIGNED_WIDTH = 64
 
 # By side: the kernel of the gradients, and its arrays.
@@ -52,7 +53,7 @@ def shared_divisor(buffers: Buffers, names: Iterable[str]) -> int:
 def kernel_call(
     kernel: str, grid: tuple[int, int, int], config: TileConfig | RowsConfig, **parameters: Any
 ) -> KernelCall:
-    """The launch of a kernel named folder.module.function, cut as `config` says."""
+    """The launch of the kernel folder.module.function with the tiles of `config`."""
     module, _, function = kernel.rpartition(".")
     ref = KernelRef(f"heedful.kernels.portable.{module}", function)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -60,8 +61,9 @@ def kernel_call(
 
 
 def tile(problem: AttentionProblem, block_m: int, block_n: int, divisor: int) -> Tile:
-    """Block sizes. BLOCK_R: 576 would fill little more than half of the next power of two.
-    PRECISION: float32 products are IEEE; narrower inputs are exact in any."""
+    """The group of block sizes. BLOCK_R: columns of a second product, since one of 576 columns
+    would fill little more than half of 1024. PRECISION: float32 products are IEEE; for narrower
+    inputs it does not matter."""
     least = 16 if divisor > 1 else _UNALIGNED_WIDTH
     rest = problem.head_dim - MAX_HEAD_DIM_V
     return Tile(
@@ -84,8 +86,8 @@ def params(
     has_sink: bool = False,
     is_cached: bool = False,
 ) -> PortableParams:
-    """The groups beside arrays. has_sink: rows take the sink, which a known log-sum-exp has in it.
-    is_cached: keys may lie in a cache."""
+    """The groups that are not arrays. has_sink: whether rows add the sink; a known log-sum-exp
+    includes it. is_cached: whether keys may lie in a cache."""
     mods = groups.score_mods(problem, buffers)
     return PortableParams(
         seqs=groups.sequences(problem, buffers),
@@ -101,7 +103,7 @@ def params(
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
-    """out, lse (if there is such a buffer) and probs (likewise)."""
+    """The launches that compute out, and lse and probs if there are such buffers."""
     sizes = plan.sizes()
     buffers = with_scratch(buffers, sizes)
     calls = [_forward_call(problem, plan, sizes, buffers)]
@@ -109,7 +111,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
         # The first split has the sink: a merge would give it to rows that are not in use, too.
         calls.append(combine_call(buffers, has_sink=False))
     if problem.varlen_q and not problem.batch:
-        # Without sequences there are no tiles, and all tokens are nobody's.
+        # Without sequences there are no tiles, and all tokens belong to none.
         calls.append(clear_outside_call(problem, buffers))
     elif problem.varlen_q and problem.used_q:
         # Rows past a used length may lie beyond the longest sequence, where tiles end.
@@ -155,8 +157,8 @@ def _order(numbers: Mapping[str, int], splits: int = 1) -> TileOrder:
 
 
 def clear_outside_call(problem: AttentionProblem, buffers: Buffers) -> KernelCall:
-    """Zeros in out, and -inf in lse, for packed tokens before the first sequence and after the
-    last, beside attention kernels that write rows of sequences alone."""
+    """The launch that writes 0 to out and -inf to lse for packed tokens before the first sequence
+    and after the last, for attention kernels that write rows of sequences alone."""
     total, heads, dim = buffers["out"].shape
     divisor = shared_divisor(buffers, ("out",))
     return kernel_call(
@@ -175,7 +177,8 @@ def clear_outside_call(problem: AttentionProblem, buffers: Buffers) -> KernelCal
 def clear_call(
     problem: AttentionProblem, buffers: Buffers, side: str, x: str, y: str | None
 ) -> KernelCall:
-    """Clears what no sequence uses of outputs that lie as q or k do; an lse there becomes -inf."""
+    """The launch that clears rows of no sequence in outputs shaped like q or k (`side`); their lse
+    becomes -inf."""
     divisor = shared_divisor(buffers, (x,))
     *_, heads, dim = buffers[x].shape
     dim_y, rows_y = 1, absent(Rows)
@@ -222,7 +225,7 @@ def combine_call(buffers: Buffers, has_sink: bool = True, begins_early: bool = F
     tiles = ceil_div(rows, config.rows)
     call = kernel_call(
         "forward.combine.combine_splits",
-        # One axis: the others end at 65,535, which sequences times heads can pass.
+        # One axis: the others are limited to 65,535, and sequences times heads may be more.
         (tiles * batch * heads, 1, 1),
         config,
         io=groups.arrays(
@@ -248,7 +251,7 @@ def _probs_call(
 ) -> KernelCall:
     config, launch = plan.configs["portable.scores"], sizes.launches["portable.scores"]
     divisor = shared_divisor(buffers, ("q", "k"))
-    # Rows whose maximum and sum are computed again take the sink.
+    # Rows whose maximum and sum are computed again add the sink.
     blocks = tile(problem, config.block_m, config.block_n, divisor)
     given = params(problem, blocks, buffers, has_sink=True, is_cached=True)
     descales = groups.descales(problem, buffers)._replace(v=absent(Descale))
@@ -274,8 +277,8 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
     buffers = with_scratch(buffers, sizes)
     given = problem, plan, sizes, buffers
     calls = [
-        # First, since it also makes delta. Rows whose maximum and sum are computed again take the
-        # sink.
+        # First, since it also computes delta. Rows whose maximum and sum are computed again take
+        # the sink.
         _gradients_call(*given, "queries", has_sink=True),
         _gradients_call(*given, "keys", IS_GQA=problem.group > 1),
         *calls_beside(problem, plan, buffers),
@@ -284,7 +287,8 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
 
 
 def calls_beside(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> list[KernelCall]:
-    """The rest of a backward once delta, and dq, dk and dv of all sequences, are there."""
+    """The other launches of a backward, after those of delta, dq, dk and dv: dbias, dsink, and rows
+    of no sequence."""
     calls = []
     if problem.varlen_q:
         calls.append(clear_call(problem, buffers, "q", "dq", None))
@@ -299,7 +303,7 @@ def calls_beside(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> lis
 
 def _sink_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCall:
     lse = buffers["lse"].shape
-    # Packed sequences are one.
+    # Packed sequences count as one.
     batch, rows = (1, lse[1]) if len(lse) == 2 else (lse[0], lse[2])
     return kernel_call(
         "backward.rows.sink_gradients",
@@ -307,7 +311,7 @@ def _sink_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers
         SINK_GRADIENTS,
         io=groups.arrays(args.SinkGradientsIO, buffers),
         **scalars(rows=rows, batch=batch),
-        # The other backwards make references in natural units.
+        # The other backwards write references in natural units.
         IS_ADJUSTED="portable.backward_keys" not in plan.configs or groups.is_adjusted(problem),
         BLOCK_M=SINK_GRADIENTS.rows,
     )

@@ -1,4 +1,4 @@
-"""The common part of programs whose kernels share the keys of a call (kernels/split_kv)."""
+"""What programs have in common whose kernels share all keys of a call (kernels/split_kv)."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -26,18 +26,18 @@ from heedful.launch.bind.groups import Buffers, pointer, with_scratch
 from heedful.launch.bind.portable import clear_call
 from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar
 
-# Sequences that a program looks at at once. If there are no more than one warp looks at, no warp
-# waits for another, which saves 0.6 us of each call (H200, 2026-11-26): 32 in Triton's layout, 128
-# in the Hopper kernels' own.
+# How many sequences' lengths a program reads at once. If a call has no more sequences than one warp
+# reads, no warp waits for another, which saves 0.6 us of each call (H200, 2026-11-26): 32 in
+# Triton's layout, 128 in that of the Hopper kernels.
 LOOKS = (32, 128, 512)
-# Makes the kernel's call: of a problem, its plan, its sizes, its arrays with scratch, and what goes
-# into the cache first.
+# Makes the kernel's launch from a problem, its plan, its sizes, its arrays with scratch, and the
+# group of new keys and values.
 MakeCall = Callable[[AttentionProblem, Plan, Sizes, Buffers], KernelCall]
 MakeStep = Callable[[AttentionProblem, Plan, Sizes, Buffers, CacheAppend], KernelCall]
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers, make: MakeCall) -> Program:
-    """out, and lse if there is such a buffer."""
+    """The launches that compute out, and lse if there is such a buffer."""
     sizes = plan.sizes()
     buffers = with_scratch(buffers, sizes)
     call = make(problem, plan, sizes, buffers)
@@ -49,7 +49,7 @@ def step(
 ) -> Program:
     """The forward, whose kernel appends and rotates first: see `launch.program.programs.step`."""
     sizes, problem = plan.sizes(), plan.problem
-    # The call's own names of a forward's arrays.
+    # The names that a forward's arrays have in such a call.
     names = {"seqused_k": "cache_seqlens"}
     if "q_new" in buffers:
         names["q"] = "q_new"
@@ -62,16 +62,16 @@ def step(
 
 
 def clear_calls(problem: AttentionProblem, buffers: Buffers) -> tuple[KernelCall, ...]:
-    """Rows past a used length of packed queries, which may lie beyond the longest sequence: the
-    kernel does not come by there."""
+    """Launches that clear rows past seqused_q of packed queries: they may lie beyond the longest
+    sequence, where the kernel has no tiles."""
     if not (problem.varlen_q and problem.used_q):
         return ()
     return (clear_call(problem, buffers, "q", "out", "lse"),)
 
 
 def skips_empty(problem: AttentionProblem, buffers: Buffers) -> bool:
-    """Whether sequences may have no keys, and then are no work tiles: they have as many as are
-    said, or as storage has. Packed queries are work tiles whatever their keys."""
+    """Whether there may be sequences without keys, which then have no work tile. With packed
+    queries they have one, too."""
     names = ("cu_seqlens_k", "seqused_k", "leftpad_k")
     return not problem.varlen_q and any(name in buffers for name in names)
 
@@ -86,9 +86,9 @@ def work(
     awaits_stores: bool = False,
     clears_empty: bool = True,
 ) -> DecodeWork:
-    """numbers: those of the launch. at_once: values of one segment that are merged at once.
-    merge_stages, awaits_stores: see `DecodeMerge`. clears_empty: whether the kernel clears
-    sequences without keys apart."""
+    """The group of shares and segments. numbers: those of the launch's sizes. at_once: how many
+    values of one segment are merged at once. merge_stages, awaits_stores: see `DecodeMerge`.
+    clears_empty: whether the kernel clears rows of sequences without keys."""
     merged = config.merge_values * 32 * config.num_warps // at_once
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
     return DecodeWork(
@@ -125,8 +125,9 @@ def hopper_call(
     clears_empty: bool = False,
     **more: Any,
 ) -> KernelCall:
-    """The launch of a Hopper kernel. rows: how its maps number keys and values. new: rows of a call
-    that appends. clears_empty: as of `work`. more: further parameters of the kernel."""
+    """The launch of a Hopper kernel. rows: how its tensor maps number keys and values. new: the
+    group of new keys and values. clears_empty: as in `work`. more: further parameters of the
+    kernel."""
     at_once = min(tile.ROWS, HOPPER_MERGE_ROWS) * tile.BLOCK_E
     params = HopperDecodeParams(
         seqs=groups.sequences(problem, buffers, new),
@@ -139,7 +140,7 @@ def hopper_call(
         sink=pointer(buffers, "sink"),
         scale_log2=groups.number(problem.scale * math.log2(math.e)),
     )
-    # Where all merge each other's segments they wait for each other.
+    # If all programs merge, they wait for each other.
     waits = bool(config.merge) and problem.num_splits != 1
     parameters = {"io": io, "params": params, **more}
     options = {"num_warps": config.num_warps}
@@ -147,5 +148,5 @@ def hopper_call(
 
 
 def within_registers(call: KernelCall, registers: int) -> KernelCall:
-    """The call, of a thread's registers at most; 0: as many as the compiler takes."""
+    """The launch with at most so many registers a thread; 0 lets the compiler choose."""
     return replace(call, options={**call.options, "maxnreg": registers}) if registers else call
