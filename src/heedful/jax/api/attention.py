@@ -55,8 +55,9 @@ def flash_attn_func(
         k: (batch, seqlen_k, heads_k, head_dim), like q; heads_k divides heads_q, and query head h
             uses KV head h // (heads_q // heads_k).
         v: (batch, seqlen_k, heads_k, head_dim_v), like q.
-        dropout_p: share of the probabilities to drop, 0 to 1; the rest is scaled by 1 / (1 - p).
-        softmax_scale: default 1 / sqrt(head_dim).
+        dropout_p: fraction of the probabilities to drop, 0 to 1; the others are multiplied by 1 /
+            (1 - p).
+        softmax_scale: by default 1 / sqrt(head_dim).
         causal: query i sees keys up to i + seqlen_k - seqlen_q (aligned bottom right).
         window_size: (left, right) keys around that diagonal, -1 = no bound; a third element keeps
             that many first keys visible.
@@ -66,21 +67,22 @@ def flash_attn_func(
         deterministic: the gradients are equal bit for bit from run to run.
         return_attn_probs: for tests: also return the probabilities, see below.
         seqused_q: int32 or int64 (batch,): how many queries of its row a sequence uses. The others
-            are never read; they give 0, lse -inf and no gradient. Masks align with what is used.
+            are never read; they give 0, lse -inf and no gradient. Masks align with the lengths in
+            use.
         seqused_k: int32 or int64 (batch,): how many keys of its row a sequence uses, from leftpad_k
-            on; all by default. The others are never read, and have a gradient of 0.
+            on; by default all. The others are never read, and have a gradient of 0.
         leftpad_k: int32 or int64 (batch,): where in its row the keys of a sequence begin.
         key_ranges: int32 (batch or 1, heads_q or 1, seqlen_q, 2 or 4): a query sees keys [a, b) of
             its own, or those of two such ranges, among those that the other masks show. Positions
             count from its sequence's first key. A range is cut to the keys that exist; one with a
             >= b shows none. `heedful.masks` makes them.
         bias: float, broadcastable to (batch, heads_q, seqlen_q, seqlen_k); differentiable. Or bool:
-            True where a query sees a key. A call makes it a bias of 16 bits, in memory of its own.
-        sink: float (heads_q,), a logit that takes part in every softmax without a value
-            (gpt-oss); differentiable.
-        s_aux, learnable_sink: other names of sink, of which one is given.
+            True where a query sees a key. The call makes it a bias of 16 bits in scratch memory.
+        sink: float (heads_q,), a logit in every softmax's denominator, without a value (gpt-oss);
+            differentiable.
+        s_aux, learnable_sink: other names of sink; at most one of the three may be passed.
         return_lse: also return the log-sum-exp of the scores.
-        num_splits: how many ways the keys are split: 0 = choose, 1 = do not.
+        num_splits: into how many splits the keys are cut: 0 = choose, 1 = do not split.
         q_descale, k_descale, v_descale: float32, () or (batch, heads_k), with fp8 alone: the real
             value is stored * descale.
         dropout_seed: a 64-bit int, a jax.random key, an int64 array of one element, or uint32
@@ -90,7 +92,7 @@ def flash_attn_func(
             that it is a shard of, each from 0 to 2**32 - 1. The call then draws its part of the
             mask that the whole problem would draw from this seed. It may be traced (uint32 (4,), or
             a tuple of numbers), as jax.lax.axis_index makes it.
-        backend: the backend to run on, or raise; default: the planner's choice.
+        backend: the backend to run on; it raises if that cannot. By default the planner chooses.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype (bfloat16 for fp8). With
@@ -172,8 +174,8 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Attention over sequences of different lengths, packed one after the other.
 
-    Arguments that are not listed are those of `flash_attn_func`, with seqlen_q and seqlen_k the
-    largest lengths where a shape names them.
+    Arguments that are not listed are those of `flash_attn_func`; seqlen_q and seqlen_k in their
+    shapes are the largest lengths.
 
     Args:
         q: (total_q, heads_q, head_dim).
@@ -181,14 +183,14 @@ def flash_attn_varlen_func(
             head_dim).
         v: as k, with head_dim_v.
         cu_seqlens_q, cu_seqlens_k: int32 or int64 (batch + 1,), which may be traced: sequence b's
-            storage is tokens cu_seqlens[b] to cu_seqlens[b + 1]. Zero-length sequences are fine.
+            storage is tokens cu_seqlens[b] to cu_seqlens[b + 1]. Sequences may be empty.
             cu_seqlens_k may be None with block_table and seqused_k.
         max_seqlen_q, max_seqlen_k: ints, at least the longest sequence. They cannot be traced:
             grids are part of the compiled program.
         block_table: int32 or int64 (batch, pages): where the pages of each sequence are; any page
             size.
         seqused_q, seqused_k: int32 or int64 (batch,): how many tokens of its storage a sequence
-            uses; the rest is never read, and gives 0 with lse -inf.
+            uses; the others are never read, and give 0 with lse -inf.
         key_ranges: int32 (total_q, 2 or 4), the same for all heads.
 
     Returns:
@@ -196,8 +198,8 @@ def flash_attn_varlen_func(
         (batch, heads_q, max_seqlen_q, max_seqlen_k).
 
     Raises:
-        TypeError, ValueError: naming the argument. Values of arrays (lengths, page numbers) are
-        not read: they are the caller's promise.
+        TypeError, ValueError: naming the argument. Values of arrays (lengths, page numbers) are not
+            read, and so not checked.
     """
     options = Options(
         kind="varlen",

@@ -45,23 +45,22 @@ def attention_backward(
     bias_grad: bool = True,
     backend: str | None = None,
 ) -> Gradients:
-    """The gradients of sum(out * dout) + sum(lse * dlse) by the inputs of a call.
-
-    The call is one of `flash_attn_func`, or with cu_seqlens_q of `flash_attn_varlen_func`.
-    Arguments that are not listed are that function's, and must be as the call had them. k and v may
-    be a part of the keys, as under context parallelism, with out and lse of all keys: the gradients
-    are then those of that part.
+    """The gradients of sum(out * dout) + sum(lse * dlse) with respect to the inputs of a call of
+    `flash_attn_func`, or with cu_seqlens_q of `flash_attn_varlen_func`. Arguments that are not
+    listed are that function's, and must be those of the call. k and v may be a part of the keys, as
+    under context parallelism, with out and lse of all keys: the gradients are then those of that
+    part.
 
     Args:
         dout: as out.
         q, k, v: the call's.
         out: what the call returned.
         lse: the log-sum-exp that it returned, float32.
-        dlse: the gradient by lse, float32, as lse; None is zero.
-        cu_seqlens_q: says that sequences are packed; cu_seqlens_k, max_seqlen_q, max_seqlen_k and
+        dlse: the gradient with respect to lse, float32, as lse; None means zero.
+        cu_seqlens_q: if passed, sequences are packed; cu_seqlens_k, max_seqlen_q, max_seqlen_k and
             block_table come with it alone, leftpad_k without it.
-        dropout_seed: needed where dropout_p > 0: the seed that the call had.
-        bias_grad: whether the gradient of a bias is computed; one of bool has none.
+        dropout_seed: the seed that the call had; required if dropout_p > 0.
+        bias_grad: whether the gradient of a bias is computed; a bool bias has none.
 
     Returns:
         A named tuple (dq, dk, dv, dbias, dsink), each in the shape and dtype of its input; dbias

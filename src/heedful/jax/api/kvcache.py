@@ -65,7 +65,7 @@ def flash_attn_with_kvcache(
     backend: str | None = None,
 ) -> Any:
     """Attention of the newest tokens over a cache of keys and values, for inference: no gradient
-    flows through it. k and v, if given, are first written into the caches, and the caches are
+    flows through it. k and v, if passed, are first written into the caches, and the caches are
     returned.
 
     Under jit, donated caches (donate_argnums) are extended in place. Other caches are copied first,
@@ -80,15 +80,15 @@ def flash_attn_with_kvcache(
         v_cache: as k_cache, with head_dim_v.
         k, v: (batch, new_len, heads_k, head_dim | head_dim_v) in the caches' dtype, written at
             positions cache_seqlens on. For a quantised cache they come in q's dtype and are
-            quantised. Given scales of heads are used (1 by default). Scales and shifts of groups
-            are found as quantize_kv finds them, written and returned. Or k and v come quantised,
+            quantised. Scales of heads are used as they are (by default 1). Scales and shifts of
+            groups are computed as by quantize_kv, written and returned. Or k and v come quantised,
             and the caller writes their scales.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), q's dtype or float32. Keys are rotated
             at positions cache_seqlens, cache_seqlens + 1, ..., queries too if causal or windowed;
-            otherwise all queries at position cache_seqlens. Only with k and v.
+            otherwise all queries at position cache_seqlens. They require k and v.
         cache_seqlens: int, or int32 or int64 (batch,), which may be traced: tokens in the cache,
-            without the new ones. Default: the whole cache is used. In an array, a negative length
-            marks a row without a sequence (padding): nothing is written or read for it, and its
+            without the new ones. By default the whole cache is used. In an array, a negative length
+            marks an entry without a sequence (padding): nothing is written or read for it, and its
             rows of out are 0.
         cache_batch_idx: int32 or int64 (batch,): which row of the cache belongs to each sequence.
         cache_leftpad: int32 or int64 (batch,): where in its row a sequence begins.

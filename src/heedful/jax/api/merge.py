@@ -15,16 +15,14 @@ from heedful.jax.traced.registration import infinite_lse
 def merge_attn_states(
     outs: Array | Sequence[Array], lses: Array | Sequence[Array], sink: Array | None = None
 ) -> tuple[Array, Array]:
-    """The attention over all keys from attentions over parts of them (split KV, shared prefixes,
-    rings): softmax weights of the parts are exp(lse - lse of the whole).
+    """The attention over all keys from attentions over parts of them (split keys, shared prefixes,
+    ring attention): a part's weight is exp(lse of the part - lse of the whole). Twice
+    differentiable. Parts must be computed without the sink; it enters here, once.
 
-    Differentiable, twice too. Parts must be computed without the sink; it enters here, once.
-
-    An lse rounded to float32 once is off by up to 2^-24 |lse|. So out is off by up to
+    The rounding of an lse to float32 changes it by up to 2^-24 |lse|. So out is off by up to
     tanh(2^-25 |lse|) of the distance between two parts' outputs, for the largest |lse| of a query:
-    3e-6 at 100, 3e-4 at 1e4, 3 % at 1e6; from 1e8 on any share of the parts may come out. lse is
-    off by up to 2^-23 |lse|.
-    One call over all keys, of any num_splits, keeps maximum and sum apart instead.
+    3e-6 at 100, 3e-4 at 1e4, 3 % at 1e6; from 1e8 on the weights of the parts are arbitrary. lse is
+    off by up to 2^-23 |lse|. One call over all keys, with any num_splits, does not have this error.
 
     Args:
         outs: (parts, batch, seqlen, heads, head_dim) or (parts, tokens, heads, head_dim): float16,
@@ -68,8 +66,8 @@ def merge_attn_states(
 def merged(
     outs: Array, lses: Array, sink: Array | None = None, rests: Array | None = None
 ) -> tuple[Array, Array]:
-    """As merge_attn_states, on checked stacks. rests, laid out as lses: a part's log-sum-exp is its
-    lse and its rest, which one float32 may not hold."""
+    """As merge_attn_states, on checked stacks. rests: with the shape of lses; a part's log-sum-exp
+    is its lse plus its rest, of which one float32 may not be exact enough."""
     # The maximum is a shift that cancels: no gradient flows through it.
     top = jax.lax.stop_gradient(lses).max(0)
     if sink is not None:

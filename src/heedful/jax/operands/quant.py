@@ -20,7 +20,7 @@ def quantize_kv(
         x: (..., head_dim), float16, bfloat16 or float32.
         dtype: "int4" (two a byte, the even one in the low bits), "int8" or a float8, as a name or
             a dtype.
-        group_size: consecutive values of a head that share a scale; default: the whole head.
+        group_size: how many consecutive values of a head share a scale; by default the whole head.
         asymmetric: also subtract the middle of each group's range, which is returned as shift.
 
     Returns:
@@ -62,7 +62,7 @@ def group_scales(x: Array, storage: str, size: int, asymmetric: bool) -> tuple[A
 
 
 def packed_values(x: Array, storage: str, scale: Array | None, shift: Array | None) -> Array:
-    """The stored numbers for values (..., head_dim), rounded to the nearest that there is.
+    """The stored numbers for values (..., head_dim), rounded to the nearest.
 
     scale, shift: float32 (..., groups), or as many dims of 1 and the other sizes as broadcast;
     None for 1 and 0.
@@ -97,7 +97,7 @@ def _over(x: Array, divisor: Array) -> Array:
 def dequantize_kv(
     packed: Array, scale: Array, shift: Array | None = None, dtype: Any = jnp.float32
 ) -> Array:
-    """The values that quantize_kv's result stands for: packed * scale + shift.
+    """The values of quantize_kv's result: packed * scale + shift.
 
     Args:
         packed: (..., head_dim) int8 or float8, or uint8 (..., head_dim / 2), two int4 a byte.

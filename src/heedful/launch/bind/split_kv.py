@@ -1,4 +1,4 @@
-"""What programs have in common whose kernels share all keys of a call (kernels/split_kv)."""
+"""The common part of programs whose kernels share all keys of a call (kernels/split_kv)."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -90,8 +90,8 @@ def flash_attn_func(
         bias: float, broadcastable to (batch, heads_q, seqlen_q, seqlen_k); differentiable. Or bool:
             True where a query sees a key. The call makes it a bias of 16 bits in scratch memory.
         sink: float (heads_q,), a logit in every softmax's denominator, without a value (gpt-oss);
-            differentiable. s_aux, learnable_sink: other names of sink; at most one of the three may
-            be passed.
+            differentiable.
+        s_aux, learnable_sink: other names of sink; at most one of the three may be passed.
         return_lse: also return the log-sum-exp of the scores.
         num_splits: into how many splits the keys are cut: 0 = choose, 1 = do not split.
         q_descale, k_descale, v_descale: float32, () or (batch, heads_k), with fp8 alone: the real
