@@ -69,6 +69,6 @@ def test_twins_say_the_same_in_the_same_words(function):
 @pytest.mark.parametrize("function", TWINS)
 def test_twins_have_one_summary_and_one_source(function):
     both = [docstring(framework, function) for framework in ("torch", "jax")]
-    for pattern in (r"\A.*?\.(?=\s|\Z)", r"\nSource: .*"):
+    for pattern in (r"\A.*?[.:](?=\s|\Z)", r"\nSource: .*"):
         torch, jax = (re.findall(pattern, text, re.DOTALL) for text in both)
         assert [text.split() for text in torch] == [text.split() for text in jax]
