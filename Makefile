@@ -15,12 +15,14 @@ PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 RUN := PYTHONPATH=src $(PY) -m
 SAMPLE ?= 60
 PART ?= host
+# Files that start Triton's interpreter on themselves; in `make test` processes are shared by all.
+INTERPRETED = $(shell grep -rl --include='test_*.py' 'pass_in_the_interpreter(__file__)' tests)
 
 # Tests start hundreds of processes: compiled once, modules are not compiled in each.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test jax-calls oldest-triton test-compilers test-integrations test-transformers test-slow test-gpu test-random test-mutation lint format demo bench ab docs wheels test-install site hub workflows clean
+.PHONY: help set-up test jax-calls oldest-triton set-up-oldest-triton test-compilers test-integrations test-transformers test-slow test-gpu test-random test-mutation lint format demo bench ab docs wheels test-install site hub workflows clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,17 +33,22 @@ $(VENV)/.ready: pyproject.toml tools/set-up.sh
 	tools/set-up.sh $(VENV) $(PYTHON)
 	@touch $@
 
-# The set-ups, the type checker, JAX's tests and the oldest Triton's take a core each: two side by
-# side, then all workers.
+# The set-ups, the type checker and JAX's tests take a core each, the last two as long as each
+# other: two side by side, then all workers.
 test: ## lint, types and the default tests (what CI runs)
-	@tools/ticks.sh "lint, JAX's calls, the oldest Triton" \
+	@tools/ticks.sh "lint, JAX's calls" \
 		$(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),-Otarget) \
-		lint $(if $(VENV),jax-calls oldest-triton)
+		lint $(if $(VENV),jax-calls set-up-oldest-triton)
+	$(if $(VENV),@tools/ticks.sh "the oldest Triton" $(MAKE) --no-print-directory oldest-triton)
 	@echo "the default tests: they are collected first, which takes a while"
-	$(RUN) pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(if $(ARGS),,TRITON_INTERPRET=1 $(RUN) pytest -n $(WORKERS) --dist worksteal $(INTERPRETED))
+	$(if $(ARGS),,TEST_INTERPRETER_APART=1) $(RUN) pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 oldest-triton: $(READY) ## compile kernels with the oldest Triton that is supported
-	tools/oldest_triton.sh $(VENV)
+	tools/oldest_triton.sh $(VENV) -n $(WORKERS) --dist worksteal
+
+set-up-oldest-triton: $(READY)
+	tools/oldest_triton.sh $(VENV) set-up
 
 test-compilers: $(READY) ## tests/compile and the emulator's through workers of each Triton (ARGS=)
 	tools/compilers.sh $(VENV) -n $(WORKERS) --dist worksteal $(ARGS)

@@ -21,6 +21,8 @@ settings.register_profile("fresh", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("heedful")
 
 
+# By reason how many tests are left out; where no others were asked for they are skipped one by one.
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
 # Set where long grids are run, too.
 RUN_SLOW = "TEST_RUN_SLOW"
 
@@ -51,19 +53,29 @@ def pytest_collection(session):
         gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    skip_slow = pytest.mark.skip(reason="a long grid: --run-slow or -m slow")
     wants_slow = config.getoption("-m").strip() == "slow" or RUN_SLOW in os.environ
     gpu_reason = None
+    run, left = [], {}
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"a test is named by an address: {item.nodeid}")
+        reason = ""
         if item.get_closest_marker("gpu"):
-            gpu_reason = _no_gpu() if gpu_reason is None else gpu_reason
-            if gpu_reason:
-                item.add_marker(pytest.mark.skip(reason=gpu_reason))
-        if item.get_closest_marker("slow") and not wants_slow:
-            item.add_marker(skip_slow)
+            gpu_reason = reason = _no_gpu() if gpu_reason is None else gpu_reason
+        if not reason and not wants_slow and item.get_closest_marker("slow"):
+            reason = "a long grid: --run-slow or -m slow"
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+            left.setdefault(reason, []).append(item)
+        else:
+            run.append(item)
+    if run:
+        # To hand out and report thousands of tests that are skipped takes seconds.
+        config.stash[LEFT_OUT] = {reason: len(some) for reason, some in left.items()}
+        config.hook.pytest_deselected(items=[item for some in left.values() for item in some])
+        items[:] = run
 
 
 def _no_gpu() -> str:
@@ -82,7 +94,19 @@ def pytest_unconfigure():
     gc.unfreeze()
 
 
-def pytest_terminal_summary(terminalreporter):
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, {})
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for reason, count in config.stash.get(LEFT_OUT, {}).items():
+        terminalreporter.write_line(f"{count} left out: {reason}")
     if SEED:
         terminalreporter.write_line(f"seed {SEED}: again by make test-random SEED={SEED}")
 

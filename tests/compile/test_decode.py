@@ -2,6 +2,7 @@
 in the loop over keys."""
 
 import re
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from unittest import mock
 
@@ -167,14 +168,29 @@ def count(text: str, word: str) -> int:
 # sm_90 has tiles of its own. Of the others each second problem is slow.
 OTHERS = [arch for arch in TARGETS if arch != "sm_90"]
 NAMES = list(PROBLEMS)
-BY_DEFAULT = in_turns(NAMES[::2], OTHERS)
-SLOW = [pytest.param(name, arch, marks=pytest.mark.slow) for name in NAMES[1::2] for arch in OTHERS]
+# Slow, since another problem has what they have, and more.
+HAD = {"plain": "lengths", "pages": "odd pages", "narrow": "wide", "four": "sixteen"}
+HAD |= {"int8": "int8 shifted", "int4": "int4 groups"}
+STEPS_HAD = {"plain": "pages, rotated", "plain, rotated": "pages, rotated", "int4": "int4 groups"}
+
+
+def grid(names: Iterable[str], archs: Iterable[str], had: Container[str]) -> list:
+    """Problems for each of the architectures, those of had slow."""
+    return [
+        pytest.param(name, arch, marks=pytest.mark.slow if name in had else ())
+        for name in names
+        for arch in archs
+    ]
 
 
 @pytest.mark.oldest_triton
 @pytest.mark.parametrize(
     "name, arch",
-    [*((name, "sm_90") for name in PROBLEMS), *BY_DEFAULT, *SLOW],
+    [
+        *grid(NAMES, ["sm_90"], HAD),
+        *in_turns(NAMES[::2], OTHERS),
+        *grid(NAMES[1::2], OTHERS, NAMES),
+    ],
     ids=str,
 )
 def test_decode_compiles_without_spills(name, arch):
@@ -186,7 +202,11 @@ def test_decode_compiles_without_spills(name, arch):
 @pytest.mark.oldest_triton
 @pytest.mark.parametrize(
     "name, arch",
-    [*((name, "sm_90") for name in STEPS), *in_turns([*STEPS], ("gfx942", "gfx950"))],
+    [
+        *grid(STEPS, ["sm_90"], STEPS_HAD),
+        *in_turns([name for name in STEPS if name not in STEPS_HAD], ("gfx942", "gfx950")),
+        *grid(STEPS_HAD, ("gfx942", "gfx950"), STEPS_HAD),
+    ],
     ids=str,
 )
 def test_a_decode_that_appends_compiles_without_spills(name, arch):
@@ -236,7 +256,7 @@ def test_amds_waves_wait_for_their_parts_ahead_of_the_barrier_of_their_count(arc
     assert barrier in between[between.index(wait) :]
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_stored_integers_leave_room_for_three_programs_of_an_sm(name):
     """65,536 registers are 170 of each of 3 * 128 threads."""
     problem = problem_of(name, "sm_90")
@@ -251,7 +271,11 @@ def test_stored_integers_leave_room_for_three_programs_of_an_sm(name):
     assert 3 * (found.shared_bytes + 1024) <= 228 * 1024
 
 
-@pytest.mark.parametrize("name", ["fp8 rows", "int4", "int4 pages", "int8", "plain"])
+@pytest.mark.parametrize(
+    "name",
+    ["fp8 rows", "int4 pages", "plain"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("int4", "int8")],
+)
 def test_keys_as_rows_of_products_halve_the_products_and_spill_nothing(name):
     facts = {
         "fp8 rows": {"kv_dtype": "float8_e4m3fn", "kv_group": 128},
@@ -284,7 +308,7 @@ def test_a_tile_of_keys_and_of_values_is_fetched_ahead(tiles, fetches):
 @pytest.mark.parametrize(
     "facts",
     [
-        {"page_size": 16},
+        pytest.param({"page_size": 16}, marks=pytest.mark.slow),
         {"num_splits": 1},
         {"heads_q": 64, "page_size": 64, "sink": True, "softcap": 20.0},
         {"heads_q": 256, "mask": MaskSpec(1000, 0), "page_size": 16},

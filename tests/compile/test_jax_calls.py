@@ -195,6 +195,11 @@ APPENDED = {
     "of groups, with shifts": ("uint8", (7, 16, 2, 4), SHIFTED),
 }
 
+# Groups with shifts have what groups have.
+NAMES = [
+    pytest.param(name, marks=pytest.mark.slow if name == "of groups" else ()) for name in APPENDED
+]
+
 
 def appending(storage: str, shape: tuple[int, ...], scales: tuple[str, ...], q_len: int = 1):
     """Arguments of a step with rotary positions over a cache in pages."""
@@ -211,7 +216,7 @@ def step(given):
     return flash_attn_with_kvcache(**given, causal=True)
 
 
-@pytest.mark.parametrize("name", APPENDED)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_step_is_one_kernel_that_writes_caches_and_scales_where_they_are(name, monkeypatch):
     """It reads them as operands; its last parameters are the results that share their memory."""
     storage, shape, scales = APPENDED[name]
@@ -235,7 +240,7 @@ def test_a_step_is_one_kernel_that_writes_caches_and_scales_where_they_are(name,
         assert (result.shape, result.dtype) == (given[n].shape, given[n].dtype)
 
 
-@pytest.mark.parametrize("name", APPENDED)
+@pytest.mark.parametrize("name", NAMES)
 def test_another_kernels_step_appends_and_rotates_in_one_launch_ahead(name, monkeypatch):
     monkeypatch.setenv("HEEDFUL_BACKEND", "portable")
     storage, shape, scales = APPENDED[name]

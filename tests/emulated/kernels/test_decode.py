@@ -56,8 +56,7 @@ def test_an_fp8_cache_is_within_budget(arch, kind):
     run(Emulated(arch, "decode"), replace(BASE, kv_dtype=kind))
 
 
-@pytest.mark.parametrize("storage", ["", "int8"])
-@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("storage, arch", in_turns(["", "int8"], TARGETS))
 def test_a_decode_that_appends_reads_what_it_wrote(arch, storage):
     """Bit for bit what an append and a decode in turn do, whichever wave is ahead."""
     torch.manual_seed(0)

@@ -24,6 +24,7 @@ from heedful.launch.interpret import interpret
 from heedful.launch.program import buffers, programs
 from heedful.launch.spec import Program
 from support.fenced import Fenced, walled
+from support.problems.grids import in_turns
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
 HEADS = 4
@@ -224,10 +225,10 @@ def test_the_producer_votes_by_the_bits_of_what_is_far():
 
 
 @interpreted
-@pytest.mark.parametrize("lengths, packed", LENGTHS, ids=["dense", "packed"])
-@pytest.mark.parametrize("sink", [False, True], ids=["plain", "sink"])
-def test_rows_far_from_0_get_their_maximum_and_sum(sink, lengths, packed):
+@pytest.mark.parametrize("sink, given", in_turns([False, True], LENGTHS))
+def test_rows_far_from_0_get_their_maximum_and_sum(sink, given):
     """Scores are small integers times 2^10, which float32 holds."""
+    lengths, packed = given
     torch.manual_seed(0)
     problem, config, made = whole(64, lengths, packed, sink=sink)
     shapes = {w.name: w.buffer for w in made.workspaces}
