@@ -20,6 +20,7 @@ EXCEPTIONS: dict[str, set[str]] = {
     "demo/in_jax.py": {"jax", "numpy"},
     "bench/harness/reader.py": {"triton"},
     "bench/in_jax.py": {"jax"},
+    "bench/parallel.py": {"numpy"},
     "reference/budget.py": {"torch"},
     "reference/eager.py": {"torch"},
     "reference/convert.py": {"torch"},
