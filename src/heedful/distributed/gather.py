@@ -5,6 +5,7 @@ Every query meets all its keys in one call: nothing is merged, and a sink enters
 keys and values travel back, and are summed, in float32.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,9 @@ from heedful.distributed.exchange import swap
 from heedful.distributed.plan import ContextPlan, OnDevice
 from heedful.torch import attention_backward, flash_attn_varlen_func
 
-# Groups of KV heads on a GPU: more of them hide more of the transfers, and launch more kernels.
-GROUPS = 4
+# Most groups of KV heads on a GPU, and the fewest bytes that one of them receives: more groups hide
+# more of the transfers, and take the host longer to launch.
+GROUPS, GROUP_BYTES = 4, 32 << 20
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,13 @@ class Group:
     queries: slice
 
 
-def groups(heads_q: int, heads_k: int, device: torch.device) -> list[Group]:
+def groups(q: Tensor, k: Tensor, v: Tensor, on: OnDevice) -> list[Group]:
     """KV heads in groups of equal size; one where nothing runs beside a transfer."""
-    most = min(GROUPS, heads_k) if device.type == "cuda" else 1
-    count = max(n for n in range(1, most + 1) if heads_k % n == 0)
+    heads_q, heads_k = q.shape[1], k.shape[1]
+    head_bytes = on.schedule.most_received * (k.shape[-1] + v.shape[-1]) * k.itemsize
+    most = min(GROUPS, heads_k, heads_k * head_bytes // GROUP_BYTES)
+    wanted = most if q.device.type == "cuda" else 1
+    count = max(n for n in range(1, max(1, wanted) + 1) if heads_k % n == 0)
     size, each = heads_k // count, heads_q // heads_k
     spans = [(n * size, (n + 1) * size) for n in range(count)]
     return [Group(slice(a, b), slice(a * each, b * each)) for a, b in spans]
@@ -41,17 +46,20 @@ class Keys:
 
     def __init__(self, k: Tensor, v: Tensor, group: Group, made: ContextPlan, on: OnDevice):
         self._dims = k.shape[-1], v.shape[-1]
-        own = torch.cat([k[:, group.keys], v[:, group.keys]], dim=-1)
-        received = on.schedule.received
-        self.rows = own.new_empty((len(own) + sum(received), *own.shape[1:]))
-        self.rows[: len(own)].copy_(own)
-        sent = own.index_select(0, on.sent_rows)
-        counts = [len(rows) for rows in on.sent]
-        self._transfer = swap(made.group, sent, counts, received, self.rows[len(own) :])
+        own, received = [k[:, group.keys], v[:, group.keys]], on.schedule.received
+        shape = len(k) + sum(received), own[0].shape[1], sum(self._dims)
+        self.rows = k.new_empty(shape)
+        torch.cat(own, dim=-1, out=self.rows[: len(k)])
+        self._transfer = None
+        if on.schedule.most_received:
+            sent = self.rows.index_select(0, on.sent_rows)
+            counts = [len(rows) for rows in on.sent]
+            self._transfer = swap(made.group, sent, counts, received, self.rows[len(k) :])
 
     def of(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """k and v of a call: views of memory that holds a head's k and v side by side."""
-        self._transfer.wait()
+        if self._transfer is not None:
+            self._transfer.wait()
         k, v = self.rows.index_select(0, keys).split(self._dims, -1)
         return k, v
 
@@ -70,6 +78,8 @@ class KeyGradients:
 
     def send(self, made: ContextPlan, on: OnDevice) -> None:
         """Begins to send what belongs to others."""
+        if not on.schedule.most_received:
+            return
         counts = [len(rows) for rows in on.sent]
         foreign = self._sums[self._own :]
         self._transfer = swap(made.group, foreign, on.schedule.received, counts)
@@ -77,11 +87,24 @@ class KeyGradients:
     def total(self, on: OnDevice) -> tuple[Tensor, Tensor]:
         """The gradients of this rank's own rows: added one rank after the other, in one order."""
         own = self._sums[: self._own]
-        parts = self._transfer.wait().split([len(rows) for rows in on.sent])
-        for rows, part in zip(on.sent, parts, strict=True):
-            own.index_add_(0, rows, part)
+        if on.schedule.most_received:
+            parts = self._transfer.wait().split([len(rows) for rows in on.sent])
+            for rows, part in zip(on.sent, parts, strict=True):
+                own.index_add_(0, rows, part)
         dk, dv = own.split(self._dims, -1)
         return dk, dv
+
+
+def _ahead(
+    q: Tensor, k: Tensor, v: Tensor, made: ContextPlan, on: OnDevice
+) -> Iterator[tuple[Group, Keys]]:
+    """Groups and their keys; the next group's are on their way before one's are asked for."""
+    waiting: list[tuple[Group, Keys]] = []
+    for group in groups(q, k, v, on):
+        waiting.append((group, Keys(k, v, group, made, on)))
+        if len(waiting) > 1:
+            yield waiting.pop(0)
+    yield from waiting
 
 
 def _call(options: dict[str, Any], on: OnDevice, index: int, group: Group) -> dict[str, Any]:
@@ -109,8 +132,7 @@ def forward(
     """out and lse of this rank's queries."""
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     lse = torch.empty((q.shape[1], len(q)), dtype=torch.float32, device=q.device)
-    parts = groups(q.shape[1], k.shape[1], q.device)
-    for group, keys in [(group, Keys(k, v, group, made, on)) for group in parts]:
+    for group, keys in _ahead(q, k, v, made, on):
         for index, call in enumerate(on.schedule.calls):
             _, lse[group.queries, call.rows] = flash_attn_varlen_func(
                 q[call.rows, group.queries],
@@ -136,8 +158,7 @@ def backward(
     sink = options.get("sink")
     dsink = None if sink is None else torch.zeros_like(sink)
     sums: list[tuple[Group, KeyGradients]] = []
-    parts = groups(q.shape[1], k.shape[1], q.device)
-    for group, keys in [(group, Keys(k, v, group, made, on)) for group in parts]:
+    for group, keys in _ahead(q, k, v, made, on):
         gradients = KeyGradients(keys.rows, (k.shape[-1], v.shape[-1]), len(k))
         for index, call in enumerate(on.schedule.calls):
             rows, heads = call.rows, group.queries

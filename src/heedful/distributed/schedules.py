@@ -30,10 +30,12 @@ class Call:
 @dataclass(frozen=True)
 class Schedule:
     """One rank's part of the strategy "gather". sent[r]: its rows that rank r gets; received[r]:
-    how many it gets of rank r, which follow its own rows in this order; calls: what it computes."""
+    how many it gets of rank r, which follow its own rows in this order; most_received:
+    of all ranks the most that one gets, the same on each; calls: what it computes."""
 
     sent: tuple[np.ndarray, ...]
     received: tuple[int, ...]
+    most_received: int
     calls: tuple[Call, ...]
 
     @cached_property
@@ -59,7 +61,8 @@ def gathered(layout: Layout, mask: Mask, rank: int, one_by_one: bool = False) ->
     # A rank's own rows win, though nobody sends it these.
     place[present[::-1]] = np.arange(len(present))[::-1]
     calls = _calls(layout, mask, rank, place, one_by_one)
-    return Schedule(sent, tuple(map(len, got)), calls)
+    most = max(int(need.sum() - need[held].sum()) for need, held in zip(needs, rows, strict=True))
+    return Schedule(sent, tuple(map(len, got)), most, calls)
 
 
 def _calls(layout: Layout, mask: Mask, rank: int, place, one_by_one: bool) -> tuple[Call, ...]:

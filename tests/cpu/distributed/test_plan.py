@@ -41,7 +41,10 @@ def test_what_a_rank_receives_is_what_others_send_and_holds_all_keys_that_it_see
 ):
     made = LAYOUTS[name](lengths, count, mask)
     schedules = [gathered(made, mask, rank) for rank in range(count)]
+    most = max(sum(schedule.received) for schedule in schedules)
     for rank, schedule in enumerate(schedules):
+        # Ranks that took it for different numbers would call different collectives.
+        assert schedule.most_received == most
         rows = [rows_of(made, rank)]
         for other, theirs in enumerate(schedules):
             sent = theirs.sent[rank]
