@@ -5,16 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from heedful.kernels.hopper.backward import pair as backward_pair
-from support.hopper.backward_roles import (
-    BLOCK_N,
-    CONSUMERS,
-    KEYS,
-    Device,
-    Reading,
-    Scores,
-    Sums,
-    Tile,
-)
+from support.hopper.backward_memory import Reading, Scores, Sums
+from support.hopper.backward_roles import BLOCK_N, CONSUMERS, KEYS, Device, Tile
 
 
 class Rows(tuple):
