@@ -1,9 +1,9 @@
-"""Host time of calls whose lengths are known, and of calls whose lengths alone are new.
+"""Host time of calls whose lengths are known, and of calls of which only the lengths are new.
 
     python -m heedful.bench.lengths
 
 Every new call has lengths that this process has not seen. Figures are medians, in microseconds, and
-shares of SDPA's host time on the same GPU. Results are checked by tests, not here: what is timed is
+ratios to SDPA's host time on the same GPU. Results are checked by tests, not here: what is timed is
 what the host does.
 """
 
@@ -26,7 +26,7 @@ Call = Callable[[], Any]
 
 
 def _drawn(count: int) -> list[int]:
-    """Lengths, no one twice: what came before is no new length."""
+    """Different lengths: one that came before would not be new."""
     return random.Random(0).sample(range(LEAST + 1, MOST), count)
 
 

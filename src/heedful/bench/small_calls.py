@@ -3,7 +3,7 @@
     python -m heedful.bench.small_calls [ROUNDS]
 
 Each case is timed on one thread and on two of an idle machine, and on two while another process
-spins on one of the cores. heedful and SDPA take turns round by round, which of them is first
+keeps one of the cores busy. heedful and SDPA take turns round by round, which of them is first
 alternates; a figure is SDPA's median time over heedful's. Ends with status 1 where one is below its
 bar. The machine has to have two cores, and nothing else to do.
 """

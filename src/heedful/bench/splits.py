@@ -1,4 +1,4 @@
-"""How long the Hopper forward takes with its keys in so many parts, for core/planning/splits.py.
+"""How long the Hopper forward takes with several numbers of splits, for core/planning/splits.py.
 
     python -m heedful.bench.splits OUT.csv [SECONDS]   # times shapes, no more than so many seconds
     python -m heedful.bench.splits --pack FOLDER       # compiles their kernels, on any machine

@@ -1,4 +1,4 @@
-"""How a call falls into blocks of heads, and how tiles of a block are read and written.
+"""Divides a call into blocks of heads, and reads and writes tiles of a block.
 
 B batch rows and G kv heads of the block, R query heads per kv head, M query rows of a tile, N keys
 of a tile, D qk dim, E v dim. A tile of queries is kept as (B G, R M, D): the group is folded into
@@ -18,7 +18,7 @@ from heedful.reference.sequences import Sequence, sequences
 
 
 def inner_cache() -> int:
-    """Bytes of a core's second-level cache as Linux tells them, else 0."""
+    """Bytes of a core's second-level cache as Linux reports them, else 0."""
     try:
         text = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text().strip()
         return int(text.removesuffix("K")) * 1024
@@ -37,23 +37,23 @@ def scores_per_tile(cache: int) -> int:
 SCORES_PER_TILE = scores_per_tile(inner_cache())
 # Its sides. On either, fewer keys take longer; more take longer under a causal mask.
 ROWS, KEYS = 512, 256
-# Scores of a call that is over before threads of our own get going, see `worth_threads`.
+# Calls with fewer scores end before threads of our own would have started, see `worth_threads`.
 SHORT = 4 * 1024 * 1024
 # Granularity at which the mask cuts key tiles and query tiles off.
 UNIT = 64
 
 
-# Elements that torch's kernels take at a time, on any machine, or a multiple of it.
+# A multiple of the elements that torch's kernels process at a time, on any machine.
 VECTOR = 64
 
 
 def whole_vectors(count: int) -> int:
-    """The multiple of VECTOR at or above count."""
+    """count, rounded up to a multiple of VECTOR."""
     return -(-count // VECTOR) * VECTOR
 
 
 class Scratch:
-    """Named float buffers that grow to the largest tile asked for and are used again."""
+    """Named float buffers that grow to the largest requested tile and are used again."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
@@ -70,7 +70,8 @@ class Scratch:
             return taken
         size, buffer = math.prod(shape), self._buffers.get(key)
         if buffer is None or buffer.numel() < whole_vectors(size):
-            # Not as a tensor of inference mode, which a later call outside it could not write to.
+            # Not as a tensor of inference mode, to which a later call outside of it could not
+            # write.
             with torch.inference_mode(False):
                 buffer = self._buffers[key] = torch.empty(
                     whole_vectors(size), dtype=key[1], device="cpu"
@@ -85,21 +86,22 @@ class Scratch:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def trim(self, limit: int) -> None:
-        """Gives buffers back, the largest first, until at most `limit` bytes are left."""
+        """Frees buffers, the largest first, until at most `limit` bytes are left."""
         by_size = sorted(self._buffers, key=lambda key: self._buffers[key].nbytes)
         while by_size and self.bytes > limit:
             largest = by_size.pop()
             del self._buffers[largest], self._taken[largest]
 
     def clear(self) -> None:
-        """Gives all buffers back."""
+        """Frees all buffers."""
         self._buffers.clear()
         self._taken.clear()
 
 
 @dataclass
 class Block:
-    """Some kv heads of one sequence, or of several sequences that lie and are masked alike.
+    """Some kv heads of one sequence, or of several sequences with equal lengths and masks in plain
+    storage.
 
     batches, kv_heads: which. len_q, len_k: lengths of each of its sequences. seq: the sequence's
     place in storage; None where storage is (B, S, ...) and used whole.
@@ -131,8 +133,9 @@ class Block:
         return range(begin, max(begin, min(found.end * UNIT, self.len_k)))
 
     def rows_that_see(self, rows: range, cols: range) -> range:
-        """The queries of `rows` that see any of keys `cols` by position; all where the group is
-        folded into rows, parts of which are then no slice."""
+        """The queries of `rows` that see any of keys `cols` by position. With grouped heads it
+        returns all rows: those of several heads are interleaved, so that some positions are not a
+        slice."""
         mask, off = self.problem.mask, self.problem.mask.offset(self.len_q, self.len_k)
         if self.problem.group > 1:
             return rows
@@ -226,7 +229,8 @@ class Block:
         target.copy_(tile.view(b, g, r, m, dim).permute(0, 3, 1, 2, 4))
 
     def keys(self, storage: torch.Tensor, cols: range) -> torch.Tensor:
-        """Keys `cols` of a storage as (B, N, G, dim): a view, but for a gather from pages."""
+        """Keys `cols` of a storage as (B, N, G, dim): a view, except for pages, which are
+        gathered."""
         g = self.kv_heads
         if self.seq is None:
             own = storage[self.batches.start : self.batches.stop, cols.start : cols.stop]
@@ -264,7 +268,7 @@ class Block:
 
 
 def _token_run(storage: torch.Tensor, token: int, count: int) -> torch.Tensor:
-    """`count` consecutive tokens of one storage row (or of a packed storage), (N, G, dim)."""
+    """`count` consecutive tokens of one storage row, or of packed storage: (N, G, dim)."""
     if storage.ndim == 3:
         return storage[token : token + count]
     row, begin = divmod(token, storage.shape[1])
@@ -272,7 +276,7 @@ def _token_run(storage: torch.Tensor, token: int, count: int) -> torch.Tensor:
 
 
 def is_scattered(x: Operands) -> bool:
-    """Whether sequences are anything but whole rows of (B, S, ...) storage, each its own."""
+    """Whether any sequence is not a whole row of (B, S, ...) storage, or shares one."""
     places = (x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k)
     places += (x.block_table, x.kv_batch_idx, x.leftpad_k)
     return any(place is not None for place in places)
@@ -281,7 +285,7 @@ def is_scattered(x: Operands) -> bool:
 def blocks(problem: AttentionProblem, x: Operands, apart: bool) -> Iterator[Block]:
     """The call's blocks; each has at most about SCORES_PER_TILE scores a tile.
 
-    apart: whether threads may take a block's query tiles apart; else each gets whole blocks.
+    apart: whether several threads may share a block's query tiles; else each gets whole blocks.
     Tile sizes depend on a sequence's own lengths, never on what else is in the batch.
     """
     if is_scattered(x):
@@ -298,8 +302,8 @@ def blocks(problem: AttentionProblem, x: Operands, apart: bool) -> Iterator[Bloc
 
 
 def _matrices(problem: AttentionProblem, len_q: int, len_k: int, apart: bool) -> int:
-    """How many kv heads share a tile: no more than leaves every thread of ours several pieces of
-    work; torch's share the tile."""
+    """How many kv heads share a tile. Each of our threads should have several tiles; torch's
+    threads share a tile."""
     rows = min(len_q, query_rows(problem))
     scores = rows * problem.group * min(len_k, KEYS)
     heads, threads = problem.batch * problem.heads_k, torch.get_num_threads()
@@ -323,7 +327,7 @@ def worth_threads(problem: AttentionProblem) -> bool:
 
 
 def query_rows(problem: AttentionProblem) -> int:
-    """Query positions of a tile: about ROWS rows once the group is folded in."""
+    """Query positions of a tile: times the group's heads they are about ROWS rows."""
     return max(1, ROWS // problem.group)
 
 
@@ -346,7 +350,7 @@ def key_tiles(block: Block, rows: range) -> Iterator[tuple[range, bool]]:
     bounds = (found.begin, found.full_begin, found.full_end, found.end)
     begin, full_begin, full_end, end = (min(unit * UNIT, block.len_k) for unit in bounds)
     if not block.problem.mask.bounded:
-        # Nothing is hidden of the last keys, which fill no UNIT.
+        # The last keys, fewer than a UNIT, are all visible.
         full_end = end
     parts = (
         (0, min(found.first_end * UNIT, block.len_k), True),

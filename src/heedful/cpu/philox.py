@@ -1,6 +1,6 @@
 """The dropout mask of one tile, bit for bit that of `reference.philox`.
 
-In NumPy: a pass has a third of the fixed cost of torch's, and enters no parallel region.
+It uses NumPy: an operation has a third of the fixed cost of torch's, and enters no parallel region.
 """
 
 from collections import OrderedDict
@@ -11,9 +11,9 @@ import torch
 from heedful.core.base import forks
 from heedful.reference.philox import MULTIPLIERS, ROUNDS, WEYL, WORD, keep_threshold, key_words
 
-# Counters, of four scores each, that are worked on at a time: three arrays of two words each, in
-# the inner caches. One core of an AMD EPYC, NumPy 2, 26 November 2026: 4.4 ns a score, 11 with four
-# times as many.
+# How many counters, of four scores each, are processed at a time: three arrays of two words each
+# fit into the inner caches. One core of an AMD EPYC, NumPy 2, 26 November 2026: 4.4 ns a score, 11
+# with four times as many.
 CHUNK = 16 * 1024
 # Bytes of masks that are kept, the latest, so that a backward need not draw its forward's again.
 KEPT = 8 << 20
@@ -29,7 +29,7 @@ def philox4x32(
     """Ten rounds. The memory of both arguments is used.
 
     key: two 32-bit words. even: the first and the third word of counters, uint64 (2, n). odd: the
-    second and the fourth. Returns both anew; the odd ones have other bits above 32.
+    second and the fourth. Returns both, updated; the odd ones have undefined bits above 32.
     """
     wide = np.empty_like(even)
     keys = np.array(key, dtype=np.uint64)[:, None] + _STEPS

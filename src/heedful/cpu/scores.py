@@ -1,5 +1,4 @@
-"""The scores that forward and backward compute alike: one tile of keys or values, of scores, of
-dropout.
+"""What forward and backward compute alike: one tile of keys or values, of scores, of dropout.
 
 Dimension key as in blocks.py. Scores stay in natural units: a row's maximum is then exact, and
 with it the lse and the probability of a row's only key, and no bias overflows.
@@ -17,13 +16,13 @@ from heedful.cpu.blocks import Block, Scratch, query_rows, whole_vectors
 from heedful.cpu.philox import keep_tile
 
 LOG2E = math.log2(math.e)
-# Masked tiles whose hidden scores are remembered: the diagonal repeats itself.
+# Tiles whose position masks are kept: along the diagonal they repeat.
 REMEMBERED_MASKS = 8
 # Least sides and greatest depth, with the column, of products that add a column's term last (MKL,
-# AVX2 and AVX-512): in others a row's only score less itself may miss 0 by a rounding.
+# AVX2 and AVX-512): in others a row's only score minus itself may differ from 0 by a rounding.
 FOLDED_SIDE, FOLDED_DEPTH = 64, 256
-# Terms of a score that are summed in one go. A product adds term to term, and what 128 round off
-# is 1.4 times what two sums of 64 do; by pieces it takes as long (one core of an AMD EPYC, MKL).
+# Terms of a score that are summed in one chain. A product adds term to term: the rounding error of
+# 128 terms is 1.4 times that of two sums of 64, which take as long (one core of an AMD EPYC, MKL).
 TERMS = 64
 # Bytes of scratch that a thread keeps from call to call: fresh memory has to be mapped page by
 # page, which took up to a tenth of a call of 2 MiB tensors.
@@ -43,7 +42,7 @@ def _scratch_of_thread(double: bool) -> Scratch:
 
 
 class ThreadScratch:
-    """Scratch of a thread, in float32, to be entered and left, which cuts it down to KEPT bytes."""
+    """A context with a thread's float32 scratch; at its end all but KEPT bytes are freed."""
 
     def __enter__(self) -> Scratch:
         self.scratch = _scratch_of_thread(False)
@@ -54,8 +53,8 @@ class ThreadScratch:
 
 
 def leave(scratch: Scratch, failed: bool) -> None:
-    """Cuts scratch down to KEPT bytes; after an error, which may have left its mark on tensors that
-    later calls would take, to nothing."""
+    """Frees scratch down to KEPT bytes; all of it after an error, which may have left tensors that
+    later calls cannot use."""
     if failed:
         scratch.clear()
     else:
@@ -63,18 +62,18 @@ def leave(scratch: Scratch, failed: bool) -> None:
 
 
 class Tiles:
-    """Loads and computes tiles of one call, in its thread's scratch; to be entered and left, which
-    cuts that down to KEPT bytes."""
+    """A context that loads and computes tiles of one call, in its thread's scratch; at its end all
+    but KEPT bytes of that are freed."""
 
     def __init__(self, problem: AttentionProblem, x: Operands):
         self.problem, self.x = problem, x
         self.scratch = _scratch_of_thread(x.q.dtype == torch.float64)
         self.low = low_precision(x)
-        # From which |lse| on probabilities are made of maximum and sum.
+        # The |lse| from which on probabilities are made from maximum and sum.
         self.far_lse = far_lse(x.q.element_size())
         # The factor of queries before their products with keys.
         self.q_scale = problem.scale / problem.softcap if problem.softcap > 0 else problem.scale
-        # Whether nothing is done to the products of queries and keys.
+        # Whether scores are plain products of queries and keys.
         self.plain = problem.softcap == 0 and x.alibi_slopes is None and x.bias is None
         self.seed = int(x.seed.reshape(-1)[0]) if problem.dropout_p > 0 else 0
         self._hidden: dict[tuple, torch.Tensor] = {}
@@ -103,8 +102,8 @@ class Tiles:
         leave(self.scratch, error[0] is not None)
 
     def hold_keys(self, block: Block) -> None:
-        """Has keys and values of the block loaded once, not by every query tile that sees them, if
-        there are several and the keys are not too many."""
+        """Loads keys and values of the block once for all query tiles, if there are several and the
+        keys are not too many."""
         if block is self._holder:
             return
         self._holder, self._held, self._parts, self._seen = block, {}, {}, range(0)
@@ -138,7 +137,7 @@ class Tiles:
 
     def add_product(self, acc, a, b, alpha: float = 1.0, begin: bool = False) -> None:
         """acc += alpha a b, for a and b in self.low or in scratch precision; acc is in the latter.
-        begin: what acc holds counts for nothing.
+        begin: what acc holds is ignored.
 
         A product of low-precision tiles is summed in float32 and rounded once per tile.
         """
@@ -192,7 +191,8 @@ class Tiles:
         return whole.flatten(0, 1)
 
     def refer(self, q: torch.Tensor, reference: torch.Tensor) -> None:
-        """Tells a query tile what `probabilities` will subtract from its scores."""
+        """Stores minus the reference, which `probabilities` subtracts from scores, in the last
+        column of a query tile."""
         torch.neg(reference, out=q[..., -1:])
 
     def scores(self, block: Block, rows: range, cols: range, masked: bool, q, k) -> torch.Tensor:
@@ -214,7 +214,8 @@ class Tiles:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """e^(scores - reference) (B G, R M, N), 0 where hidden, and with softcap tanh's own tile.
 
-        reference: (B G, R M, 1), q has been told it. masked: whether the position may hide any.
+        reference: (B G, R M, 1), also stored in q by `refer`. masked: whether the position may hide
+        any.
 
         The scores are those that `scores` gives, to the bit: of forward and backward alike.
         """
@@ -234,7 +235,7 @@ class Tiles:
     def _seen_scores(
         self, block: Block, rows: range, cols: range, q, k
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Scores as if none were hidden, and with softcap tanh's own tile."""
+        """Scores as if none were hidden, and with softcap the tile of tanh."""
         problem, x = self.problem, self.x
         s = self.scratch.take("s", block.heads, q.shape[1], len(cols))
         dim = q.shape[-1] - 1
@@ -255,8 +256,8 @@ class Tiles:
         return s, tanh
 
     def is_folded(self, a, b) -> bool:
-        """Whether a product a b^T of tiles with a last column each, b's of ones, may add a's to
-        every term of a row: a pass less over the product."""
+        """Whether a product a b^T may include the last columns of a and b, where b's is ones: this
+        adds a's last column to every term of a row, and saves a pass over the product."""
         (_, rows, depth), cols = a.shape, b.shape[1]
         fits = rows >= FOLDED_SIDE and cols >= FOLDED_SIDE and depth <= FOLDED_DEPTH
         return fits and self.scratch.dtype == torch.float32
@@ -287,8 +288,8 @@ class Tiles:
         return (j - off) - i[:, None]
 
     def _sides(self, block: Block, rows: range, cols: range) -> tuple[int, int]:
-        """Where the tile's keys begin less where its queries stand among all keys, and how many of
-        its keys no window hides."""
+        """The first key minus the position of the first query among all keys, and how many leading
+        keys of the tile no window hides."""
         mask = self.problem.mask
         off = mask.offset(block.len_q, block.len_k)
         first = max(0, min(mask.first - cols.start, len(cols)))
@@ -340,7 +341,7 @@ class Tiles:
 def low_precision(x: Operands) -> torch.dtype | None:
     """bfloat16 where torch multiplies it in hardware: probabilities and dS are rounded to it.
 
-    Scores and dP, which exp and a subtraction magnify the errors of, are always float32 products.
+    Scores and dP are always float32 products, since exp and a subtraction magnify their errors.
     """
     plain = x.q.dtype == x.k.dtype == torch.bfloat16
     if plain and torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -357,8 +358,8 @@ def exp_(s: torch.Tensor) -> torch.Tensor:
     """e^s of a scratch tensor, in place.
 
     By exp2: torch hands exp to MKL, which takes four times as long on AMD, and on Intel up to 100
-    times where results underflow. Over whole vectors: what is left of them torch computes by
-    another function, so that bits would depend on the place.
+    times where results underflow. It runs over whole vectors: torch computes the last elements,
+    fewer than a vector, by another function, so that bits would depend on the place.
     """
     size = whole_vectors(s.numel())
     vectors = s if size == s.numel() else s.as_strided((size,), (1,))

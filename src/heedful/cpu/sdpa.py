@@ -1,8 +1,8 @@
 """torch's own attention, where it computes exactly what a call asks for.
 
-Plain and causal calls, with their gradients, and single queries over lengths of their own.
-`core.registry.capability` says which problems these are. Its operators have fixed costs of a few
-microseconds, and enter one parallel region each.
+It takes plain and causal calls, with their gradients, and single queries over sequences of
+different lengths. `core.registry.capability` says which problems these are. Its operators have
+fixed costs of a few microseconds, and enter one parallel region each.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from heedful.cpu.workers import for_each
 
 __all__ = ["backward", "forward", "statistics"]
 
-# Keys at or above which torch finds a row's largest score by vectors alone: more than
-# any machine's vector of float32 holds.
+# From this many keys on torch finds a row's largest score with vector instructions: more than a
+# float32 vector of any machine holds.
 VECTORS = 64
 
-# Products of a query and keys from which single queries are worth threads of our own.
+# From this many multiply-adds on single queries are worth threads of our own.
 WORTH_THREADS = 512 * 1024
 
 Results = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -38,7 +38,7 @@ def forward(problem: AttentionProblem, x: Operands, out: torch.Tensor | None = N
     a caller nor a gradient wants it.
 
     x: q (B, Sq, H, D), k (B, Sk, G, D), v (B, Sk, G, E), and seqused_k if Sq is 1. out: written if
-    given.
+    passed.
     """
     if x.seqused_k is not None:
         return _single_queries(problem, x, out)
@@ -73,8 +73,8 @@ def backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
 ) -> Gradients:
-    """As `heedful.cpu.backward`, which has the calls that torch's backward lacks: those with a
-    cotangent of lse, and with scores so far from 0 that lse does not tell rows' sums."""
+    """As `heedful.cpu.backward`, which takes the calls that torch's backward cannot: those with a
+    gradient of lse, and with scores so far from 0 that lse is not exact enough."""
     far = far_lse(x.q.element_size())
     if dlse is not None or not float(torch.linalg.vector_norm(lse, torch.inf)) < far:
         return tiled_backward.backward(problem, x, out, lse, dout, dlse)
@@ -86,8 +86,9 @@ def backward(
 
 
 def _single_queries(problem: AttentionProblem, x: Operands, out: torch.Tensor | None) -> Results:
-    """One query to a sequence, over as many of its keys as it has: each sequence by itself, so that
-    no more is read, and none depends on another. Query heads of a KV head are rows of one tile."""
+    """One query for each sequence, over the keys in use: each sequence by itself, so that no other
+    keys are read, and no sequence depends on another. Query heads of a KV head are rows of one
+    tile."""
     shape = (problem.batch, problem.heads_k, problem.group, problem.head_dim)
     q, k, v = x.q.reshape(shape), x.k.transpose(1, 2), x.v.transpose(1, 2)
     q, k, v = _dense_columns(q, k, v)
@@ -126,15 +127,14 @@ def _single_queries(problem: AttentionProblem, x: Operands, out: torch.Tensor | 
 
 
 def _dense_columns(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors whose last stride is 1, as torch's operators take it to be."""
+    """The tensors with a last stride of 1, as torch's operators assume."""
     return tuple(a if a.stride(-1) == 1 else a.contiguous() for a in tensors)
 
 
 def _may_hide_nan(result: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether rows of a result may be 0 all of whose scores are NaN.
-
-    Torch finds the largest of scores that fill no vector by comparisons, which a NaN loses: it then
-    takes such a row for one without keys, and gives it 0. Torch 2.13 does.
+    """Whether rows whose scores are all NaN may have a result of 0. With fewer keys than a vector,
+    torch 2.13 finds a row's largest score by comparisons that ignore NaN: it then treats such a row
+    as one without keys, and gives 0.
     """
     return not result[..., 0].all() and _has_nan(q, k)
 

@@ -1,8 +1,7 @@
-"""Tiled backward (FlashAttention-2, Dao 2023, section 3.1.2): lse gives probabilities anew, or
-maximum and sum where lse is far from 0.
-
-Key tiles outside, query tiles inside: dK and dV of a tile stay in scratch until they are whole, and
-only dQ has a float32 buffer over the sequence. Dimension key as in blocks.py.
+"""Tiled backward (FlashAttention-2, Dao 2023, section 3.1.2): probabilities are computed again from
+lse, or from maximum and sum where lse is far from 0. The outer loop is over key tiles, the inner
+one over query tiles: dK and dV of a tile stay in scratch until they are complete, and only dQ has a
+float32 buffer over the sequence. Dimension key as in blocks.py.
 """
 
 from collections.abc import Iterator
@@ -71,7 +70,8 @@ def backward(
         if x.sink is not None:
             sink_parts[number] = block.query_heads, pass_.dsink
 
-    # Blocks that add to the same bias or keys take turns, in order: the sum is then always one.
+    # Blocks that add to the same bias or keys take turns, in order: the sum then always has the
+    # same bits.
     apart = not problem.bias_grad and x.block_table is None and x.kv_batch_idx is None
     parallel = apart and worth_threads(problem)
     groups = [[item] for item in enumerate(blocks(problem, x, apart=False))]
@@ -103,7 +103,7 @@ class _BlockBackward:
         self.reference: list[torch.Tensor] = []
         self.weight: list[torch.Tensor | None] = []
         self.delta: list[torch.Tensor] = []
-        # By query tile, which of its queries see one key, and what dS has to be there but 0.
+        # By query tile, which of its queries see one key, and the value of dS there if not 0.
         self.single: list[list[int]] = []
         self.dlse: list[torch.Tensor] = []
         self.dq: list[torch.Tensor] = []
@@ -152,7 +152,7 @@ class _BlockBackward:
         self.dsink -= of_row.sum((0, 3)).flatten()
 
     def add_key_tile(self, cols: range, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Everything that keys `cols` have to do with: their dK and dV, their part of dQ."""
+        """Computes all that keys `cols` contribute: their dK and dV, and their part of dQ."""
         tiles, block = self.tiles, self.block
         k, v = tiles.load_k(block, cols), tiles.load_v(block, cols, ones=True)
         self.k_low = tiles.rounded(k[..., :-1], "k_low")
@@ -234,13 +234,13 @@ class _BlockBackward:
         if tiles.low is None:
             q_low, alpha = q[..., :-1], problem.scale / tiles.q_scale
         else:
-            # As stored: times q_scale they would be rounded.
+            # As stored: multiplied by q_scale they would be rounded.
             q_low = block.load_queries(tiles.x.q, part, tiles.scratch, "q_low", tiles.low)
             alpha = problem.scale
         tiles.add_product(dk_tile, ds_low.mT, q_low, alpha=alpha)
 
     def _dp_less_delta(self, do, v, delta, dropped: torch.Tensor | None) -> torch.Tensor:
-        """dO V^T, as dropout has it, less delta: (B G, R M, N)."""
+        """dO V^T after dropout, minus delta: (B G, R M, N)."""
         dp = self.tiles.scratch.take("dp", *do.shape[:2], v.shape[1])
         if dropped is None and self.tiles.is_folded(do, v):
             multiply(dp, do, v.mT)
@@ -251,9 +251,9 @@ class _BlockBackward:
         return dp.sub_(delta)
 
     def _settle(self, index: int, part: range, p, ds) -> None:
-        """dS of queries that see one key, in tiles (B, G, R, M, N): their probability is 1 whatever
-        the score, so that dlse alone is left. dP and delta are sums of the same terms in another
-        order: what they differ by is no gradient."""
+        """Sets dS of queries that see one key, in tiles (B, G, R, M, N), to dlse: their probability
+        is 1 whatever the score. dP and delta are sums of the same terms in another order, whose
+        difference is only rounding."""
         rows = self.rows[index]
         single = [i for i in self.single[index] if rows.start + i in part]
         own = [i - (part.start - rows.start) for i in single]

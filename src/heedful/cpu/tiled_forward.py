@@ -16,8 +16,8 @@ from heedful.cpu.scores import Tiles, exp_
 from heedful.cpu.workers import for_each
 from heedful.reference.philox import keep_scale
 
-# Largest sum of exponentials by a maximum that is not the largest of all scores. As exact as by the
-# largest, and far from overflow: values may reach 2^95.
+# The largest sum of exponentials for which a reference may be below the row's maximum. Results are
+# as exact, and far from overflow: values may reach 2^95.
 MOST = 2.0**32
 
 
@@ -56,7 +56,7 @@ def forward(
         if probs is not None:
             _write_probs(tiles, split.block, split.rows, lse, probs)
 
-    # Under a causal mask the last rows see most keys: first, so that threads end together.
+    # Under a causal mask the last rows see most keys: they go first, so that threads end together.
     order = reversed if problem.mask.right >= 0 else iter
     groups = [
         [
@@ -74,10 +74,9 @@ KeyTiles = list[tuple[range, bool]]
 
 
 class _Split:
-    """A query tile and its keys, in as many parts as `num_splits` says, but no empty ones. A part
-    is an online softmax of its own; who finishes the last merges them all, in order.
-
-    Parts depend on the sequence's own length alone, so that no neighbour changes a bit.
+    """A query tile and its keys, in at most `num_splits` splits, none of which is empty. Each split
+    has a separate online softmax; the thread that finishes the last one merges all, in order.
+    Splits depend on the sequence's own length alone, so that no neighbour changes a bit.
     """
 
     def __init__(self, block: Block, rows: range):
@@ -88,10 +87,10 @@ class _Split:
         self._done: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def attend(self, tiles: Tiles, part: int, out: torch.Tensor, lse: torch.Tensor) -> bool:
-        """The keys of one part; whether the tile's rows of out and lse are now written."""
+        """Computes one split; returns whether the tile's rows of out and lse are now written."""
         state = _attend(tiles, self.block, self.rows, self.parts[part], has_sink=part == 0)
         if len(self.parts) > 1:
-            # The next part will write over what is in scratch.
+            # The next split will overwrite scratch.
             kept = tuple(x.clone() for x in state)
             with self._lock:
                 self._done[part] = kept
@@ -134,12 +133,12 @@ def _attend(
     ordered = _with_a_key_first(block, rows, keys)
     if ordered:
         m, l_sum = _by_first_maximum(tiles, block, rows, ordered, *state)
-        # In this order a row with a NaN counts as too large: the other way has it there as well.
+        # Written so, a row with a NaN counts as too large; the other way gives NaN, too.
         if not l_sum.max().item() <= MOST:
             kept = [x.clone() for x in (m, l_sum, acc)]
             fits = kept[1] <= MOST
             m, l_sum = _by_running_maximum(tiles, block, rows, keys, *state)
-            # Row by row, or a row's bits would depend on which others share its tile.
+            # Row by row: otherwise a row's bits would depend on the others of its tile.
             for x, old in zip((m, l_sum, acc), kept, strict=True):
                 torch.where(fits, old, x, out=x)
     else:
@@ -159,7 +158,7 @@ def _sink_of_rows(tiles: Tiles, block: Block, rows: range) -> torch.Tensor | Non
 def _merged(
     tiles: Tiles, parts: list[tuple[torch.Tensor, ...]]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(m, l, acc) of all parts, in the first's tensors. Products and sums are rounded one by one,
+    """(m, l, acc) of all splits, in the first's tensors. Products and sums are rounded one by one,
     so that bits do not depend on a row's place in a tile."""
     m, l_sum, acc = parts[0]
     top = m.clone()
@@ -194,8 +193,8 @@ def _by_first_maximum(
     """Sums probabilities and their products with values by the largest scores of the first of
     `all_keys`: no later tile needs a pass over its scores to find theirs, nor a rescaling.
 
-    Returns (m, l), both (B G, R M, 1), and sets acc. Good for rows with l <= MOST: others see a
-    score far above those of the first tile.
+    Returns (m, l), both (B G, R M, 1), and sets acc. Exact enough for rows with l <= MOST: others
+    see a score far above those of the first tile.
     """
     (cols, masked), *others = all_keys
     m = tiles.scratch.take("m", *q.shape[:2], 1)
@@ -221,8 +220,8 @@ def _by_first_maximum(
 
 
 def _with_a_key_first(block: Block, rows: range, tiles: KeyTiles) -> KeyTiles:
-    """These key tiles of queries `rows`, first one of which the position leaves each row a key;
-    none if there is none, or where key_ranges may hide it."""
+    """These key tiles of queries `rows`, beginning with one in which each row sees a key by
+    position; empty if there is none, or if key_ranges may hide the key."""
     mask = block.problem.mask
     if block.problem.key_ranges:
         return []
@@ -273,7 +272,7 @@ def _largest(s: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 def _add_values(
     tiles: Tiles, block: Block, rows: range, cols: range, p, acc, begin: bool = False
 ) -> None:
-    """acc += p V, as dropout has p; begin: what acc holds counts for nothing."""
+    """acc += p V, with p after dropout. begin: what acc holds is ignored."""
     if tiles.problem.dropout_p > 0:
         p.masked_fill_(tiles.dropped(block, rows, cols), 0.0)
     v = tiles.load_v(block, cols, tiles.low)
@@ -299,8 +298,9 @@ def _write_probs(tiles: Tiles, block: Block, rows: range, lse, probs) -> None:
 def row_references(
     tiles: Tiles, block: Block, rows: range, lse: torch.Tensor, near: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The two vectors that give the probabilities of a query tile anew, both (B G, R M, 1):
-    e^(scores - reference) times a weight, which is None where it is 1 in all rows.
+    """The two vectors from which a query tile's probabilities are computed again, both (B G, R M,
+    1): probabilities are e^(scores - reference) times a weight, which is None if it is 1 in all
+    rows.
 
     The reference is the lse; +inf for rows without keys, whose probabilities are then exp(-inf) =
     0. A float32 lse far from 0 has lost the logarithm of the sum: such rows get their maximum, and
@@ -322,8 +322,8 @@ def row_references(
 
 
 def statistics(problem: AttentionProblem, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maximum and sum of every row, float32, laid out as lse, which does not tell them where it is
-    far from 0. Rows without keys, and tokens of no sequence, have -inf and 0."""
+    """Maximum and sum of every row, float32, with the shape of lse. (An lse far from 0 is not exact
+    enough to give both.) Rows without keys, and tokens of no sequence, have -inf and 0."""
     made = torch.full(problem.lse_shape, -torch.inf, dtype=torch.float32, device="cpu")
     found = made, torch.zeros_like(made)
 

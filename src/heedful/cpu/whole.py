@@ -1,9 +1,8 @@
-"""Short sequences: a head's scores as one whole matrix, without tiles of keys or a rescaling.
-
-For calls without modifiers of scores, under a mask by position and with dropout. The fixed cost of
-a call is a few dozen operators, each of which may cost as much as the work on 16 tokens. The
-backward makes maximum and sum of a row anew, and delta is the sum of p dP: dS of a row with one key
-is 0 to the bit.
+"""Short sequences: a head's scores as one matrix, without tiles of keys or rescaling. It takes
+calls with position masks and dropout, but without score modifiers. The fixed cost of a call is a
+few dozen operators, each of which may cost as much as the work on 16 tokens. The backward computes
+maximum and sum of a row again, and delta is the sum of p dP, so that dS of a row with one key is
+exactly 0.
 
 B batch rows and G kv heads of an item, R query heads per kv head, M queries, N keys, D qk dim,
 E v dim.
@@ -21,10 +20,10 @@ from heedful.cpu.scores import TERMS
 from heedful.cpu.workers import for_each
 from heedful.reference.philox import keep_scale
 
-# Most rows of a head, its group among them, and most keys. A head's own lengths decide, so that no
-# neighbour changes a bit.
+# The most rows of a kv head, with those of its group, and the most keys. A sequence's own lengths
+# decide, so that no neighbour changes a bit.
 MOST = 512
-# Scores of a call that are worth threads of our own: handing work over takes some 50 us.
+# From this many scores on a call is worth threads of our own: handing work over takes about 50 us.
 WORTH_THREADS = 128 * 1024
 # An argument that baddbmm ignores where beta is 0.
 _NONE = torch.zeros(1, dtype=torch.float32, device="cpu")
@@ -100,7 +99,7 @@ def _is_parallel(problem: AttentionProblem) -> bool:
 
 
 def _items(problem: AttentionProblem) -> list[list["_Item"]]:
-    """The call in pieces of at most about a tile's scores, and for each thread some."""
+    """The call in pieces of at most about a tile's scores, with several for each thread."""
     pairs = problem.group * problem.seqlen_q * problem.seqlen_k
     most = blocks.SCORES_PER_TILE
     if _is_parallel(problem):
@@ -185,7 +184,7 @@ def _softmax(problem: AttentionProblem, scratch: blocks.Scratch, s) -> torch.Ten
     """Probabilities of scores; rows without keys have 0."""
     p = torch.softmax(s, -1, out=scratch.take("p", *s.shape))
     if problem.mask.bounded:
-        # A row without keys is no number here, of which a NaN among the scores makes one, too.
+        # A row without keys is NaN here, and so is a row with a NaN among its scores.
         p.masked_fill_(s.amax(-1, keepdim=True) == -torch.inf, 0.0)
     return p
 

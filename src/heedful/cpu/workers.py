@@ -1,4 +1,5 @@
-"""Independent pieces of a call on threads of their own, each of one intra-operation thread.
+"""Runs independent pieces of a call on separate threads, each with one intra-operation thread of
+torch.
 
 Torch would run every operation on all threads and wait for the last of them each time; on a machine
 that others use too, one that is not scheduled holds up every operation. On two busy cores a forward
@@ -37,13 +38,13 @@ def for_each(
     """work(state, item) for every item of every group, with one state to a thread, entered before
     its first item and left after its last.
 
-    A thread takes the items of a group in order, then another group that none has begun, then from
-    the longest: items of a group may so share what a state holds.
+    A thread takes the items of a group in order, then another group that none has begun, then items
+    of the group with most left. So items of a group share what a state holds.
 
     Groups run in order on the calling thread unless `parallel` and torch.get_num_threads() > 1 and
-    there are two items, or where no thread can be had. The thread that came into a forked child
-    leaves them to others in any case: an operation on torch's, which did not come along, may wait
-    for them for ever. The first exception is raised when all threads have stopped.
+    there are two items, or where no thread can be had. The first thread of a forked child always
+    leaves the items to others: torch's threads do not exist there, and an operation may wait for
+    them for ever. The first exception is raised when all threads have stopped.
     """
     queue, stranded = _Queue(groups), forks.is_stranded()
     threads = min(torch.get_num_threads(), len(queue)) if parallel or stranded else 1
@@ -98,8 +99,8 @@ def _drain(queue: _Queue[Item], work, new_state) -> None:
 
 class _Pool:
     """Threads that wait for work, of one intra-operation thread each, for as long as the process
-    lives. concurrent.futures' are no good: they take no work once the main thread has ended, while
-    a thread that outlives it may still call."""
+    lives. Those of concurrent.futures take no work after the main thread has ended, when another
+    thread may still make calls."""
 
     def __init__(self, threads: int):
         """Raises RuntimeError where the system has no more threads to give."""
@@ -134,7 +135,7 @@ class _Pool:
             del task, work, done
 
     def run(self, work: Callable[[], None], times: int) -> list[BaseException | None]:
-        """Runs work() that many times at once; what each raised, when all have ended."""
+        """Runs work() `times` times at once; returns what each raised, when all have ended."""
         done: SimpleQueue = SimpleQueue()
         for _ in range(times):
             self._tasks.put((work, done))
@@ -142,7 +143,7 @@ class _Pool:
 
 
 def _pool() -> _Pool | None:
-    """As many threads as torch uses; None where they cannot be had."""
+    """A pool of as many threads as torch uses; None if the system has no more."""
     threads = torch.get_num_threads()
     with _lock:
         if threads not in _pools:

@@ -27,7 +27,7 @@ class Tensors(NamedTuple):
 
 
 class Drawn:
-    """Normal values in bfloat16, and pages in an order of their own, from one seed."""
+    """Normal values in bfloat16, and shuffled pages, from one seed."""
 
     def __init__(self, device: torch.device, seed: int):
         self._device = device

@@ -18,13 +18,11 @@ PAGE = 16
 class Case:
     """One problem to time.
 
-    direction: forward or backward (dq, dk and dv, on a kept forward).
-    host: time what the host does for a call instead of what the device does.
-    grad: forward with a graph for a later backward.
-    compiled: the call under torch.compile.
-    paged: k and v lie in pages of PAGE keys.
-    lengths: of the sequences, where they are packed one after the other; none where each is a row.
-    input_scale: q and k are normal values times this; 4 makes the running maximum move.
+    direction: forward or backward (dq, dk and dv, on a kept forward). host: time what the host does
+    for a call instead of what the device does. grad: forward with a graph for a later backward.
+    compiled: the call under torch.compile. paged: k and v lie in pages of PAGE keys. lengths: of
+    the sequences, where they are packed one after the other; none where each is a row. input_scale:
+    q and k are normal values times this; with 4 the running maximum changes often.
     """
 
     group: str
@@ -105,7 +103,7 @@ _SPLITS = (
 )
 # Few KV heads: work tiles of a causal backward are few and unlike.
 _KV_HEADS = ((4, 8192, 8192, 32, 8, 128), (1, 8192, 8192, 32, 8, 128), (1, 8192, 8192, 8, 2, 128))
-# Cases that models have beside those: (shape, facts).
+# Other shapes that models have: (shape, facts).
 _SHAPES = (
     ((4, 4096, 4096, 32, 4, 128), {}),
     ((4, 4096, 4096, 16, 16, 96), {}),

@@ -1,15 +1,13 @@
-"""No figure without a result that is right: every result is checked against float64.
-
-For every batch entry (or packed sequence) and every head it compares rows: the first, the last, and
-one drawn from every STRIDE of them, so that no tile of a kernel is left out. All the rest has to be
-finite.
+"""Checks every result against float64 before it gets a figure. For every batch entry (or packed
+sequence) and every head it compares rows: the first, the last, and one drawn from every STRIDE of
+them, so that no tile of a kernel is left out. All values must be finite.
 
 The budget is that of the test-suite: an error may be at most twice what eager PyTorch makes in the
 same dtype on the same inputs (three times for gradients) plus one rounding of the output's dtype,
-as maximum and as RMS; what eager makes of 8-bit inputs, reference/eager.py says. That of an output
-is taken apart for rows that see few keys and rows that see many, whose values are smaller: those
-that see 1, 2 to 3, 4 to 7 ... A budget is that of the worst of DRAWS (entry, KV head) of equal
-lengths; where a case has fewer, other inputs are drawn, as long as a result is outside.
+in the maximum and as RMS; reference/eager.py defines eager attention on 8-bit inputs. Rows of an
+output that see few keys and rows that see many, whose values are smaller, have separate budgets:
+those that see 1 key, 2 to 3, 4 to 7 ... A budget is the largest of DRAWS pairs (entry, KV head) of
+equal lengths. If a case has fewer and a result is outside, more inputs are drawn.
 
 Dimension key: P (entry, KV head) of equal lengths, R rows, H heads of each.
 """
@@ -28,7 +26,7 @@ from heedful.reference.budget import DRAWS, Error, allowed
 
 # One row of so many is compared, and at least so many of a sequence.
 STRIDE, LEAST_ROWS = 64, 16
-# The reason's words for a result that is a number, but not near enough.
+# The reason for a result that is finite, but not exact enough.
 OUTSIDE = "outside of its error budget"
 # By band of rows, see the module's docstring.
 Budget = dict[int, Error]
@@ -36,7 +34,7 @@ Budget = dict[int, Error]
 
 @dataclass
 class Group:
-    """The (entry, KV head) of a case whose lengths are equal.
+    """The pairs (entry, KV head) of a case with equal lengths.
 
     batches, starts, kv_heads (P): the batch row, the first token in it, the KV head of each.
     rows, keys (P, R): positions that are compared, of queries and of keys. bands: by result, which
@@ -75,8 +73,8 @@ class Checker:
         self._draws, self._most_draws = 1, min(most_draws, -(-DRAWS // fewest))
 
     def why_wrong(self, got: Results) -> str | None:
-        """A message about a result that is missing, too much, no number or outside of its budget,
-        or None."""
+        """A message about a result that is missing, unexpected, not finite or outside of its
+        budget, or None."""
         reason = self._unsound(got)
         if reason is None:
             reason = self._outside(got)
@@ -120,8 +118,8 @@ class Checker:
         return None
 
     def _draw_again(self) -> bool:
-        """Widens the budgets by what eager PyTorch errs on other inputs; False if they may not be
-        any wider."""
+        """Raises the budgets to eager PyTorch's errors on other inputs; False if no more may be
+        drawn."""
         if self._draws >= self._most_draws:
             return False
         inputs = draw(self.case, self.inputs.q.device, seed=1009 + self._draws)

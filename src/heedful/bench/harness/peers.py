@@ -2,8 +2,8 @@
 reason, never an error.
 
 Every peer's forward takes q (B, Sq, H, D), k and v (B, Sk, G, D) and returns (B, Sq, H, D); packed
-sequences are one row of (1, T, H, D). A peer that wants heads first gets transposed views and pays
-for no copy that it does not make itself.
+sequences are one row of (1, T, H, D). A peer that takes heads first gets transposed views, without
+a copy.
 """
 
 from collections.abc import Callable
@@ -136,7 +136,7 @@ def _heedful(name: str = "heedful") -> Peer:
 
 
 def _widened() -> Peer:
-    """The gain from 8-bit inputs: the same values as bfloat16, made so beforehand."""
+    """heedful on 8-bit inputs that were converted to bfloat16 beforehand."""
     ours = _heedful()
 
     def wide(case: Case) -> Case:

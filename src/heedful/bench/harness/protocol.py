@@ -93,7 +93,7 @@ class Trial(Generic[C, T]):
         return timing.interleaved(self.calls, self.device, rounds, self.inspect)
 
     def enter(self, name: str, make: Maker) -> None:
-        """Takes a peer in whose results are right, or notes why it has no figure."""
+        """Admits a peer if its results are right, or notes why it has no figure."""
         try:
             call = make()
             if isinstance(call, str):
@@ -114,7 +114,7 @@ class Trial(Generic[C, T]):
             self.wrong.add(name)
 
     def enter_all(self) -> None:
-        """Takes in all peers."""
+        """Admits all peers that it can."""
         for name, make in self.peers().items():
             self.enter(name, make)
             if self.device.type == "cuda":
@@ -133,7 +133,7 @@ class Trial(Generic[C, T]):
 
 
 class Timed(Trial[C, T]):
-    """A case with a clock of its own."""
+    """A case with its own clock."""
 
     def microseconds(self, name: str, call: Any) -> float:
         """A figure of one turn."""

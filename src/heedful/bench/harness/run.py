@@ -106,8 +106,8 @@ def call_of(case: Case, forward: Forward, inputs: Inputs) -> Call:
 
 
 def _spoil(returned: Any) -> None:
-    """NaN into what a call returned: what the next one leaves unwritten, or hands out again, is
-    then no number."""
+    """Fills what a call returned with NaN, so that a later call that does not write, or returns it
+    again, is found."""
     for tensor in returned if isinstance(returned, tuple) else (returned,):
         if tensor is not None:
             tensor.detach().fill_(torch.nan)
@@ -245,7 +245,7 @@ def kv_gb_per_s(case: Case, time_us: Spread) -> float:
 
 
 def surroundings(device: torch.device) -> dict:
-    """Where and when: what a figure is worth nothing without."""
+    """Device, versions and date, which belong to every figure."""
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else machine.cpu_name()
     packages = {

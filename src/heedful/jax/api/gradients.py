@@ -1,4 +1,4 @@
-"""The gradients of a call for those who kept its results themselves, for JAX."""
+"""The gradients of a call from its results, for JAX."""
 
 from collections.abc import Sequence
 

@@ -209,7 +209,7 @@ def _checked(
 
 
 def _start(update: CacheUpdate, problem: AttentionProblem) -> Array:
-    """Where new tokens go, int32 (B,)."""
+    """The storage row of each sequence's first new token, int32 (B,)."""
     start = update.cache_seqlens
     if isinstance(start, int):
         return jnp.full((problem.batch,), start, jnp.int32)
@@ -217,12 +217,12 @@ def _start(update: CacheUpdate, problem: AttentionProblem) -> Array:
 
 
 def _writes(x: Operands, update: CacheUpdate, problem: AttentionProblem) -> bool:
-    """Whether there are new tokens, and where to put them."""
+    """Whether there are new tokens, and the row of each first one."""
     return update.k is not None and 0 not in (*update.k.shape, *x.k.shape, problem.batch)
 
 
 def _extended(x: Operands, update: CacheUpdate, problem: AttentionProblem) -> Operands:
-    """The operands once new tokens are in the cache: caches, lengths, q at its positions."""
+    """The operands after new tokens are written: caches, lengths, rotated q."""
     start = _start(update, problem)
     if not _writes(x, update, problem):
         used = start if x.leftpad_k is None else start - x.leftpad_k
@@ -255,5 +255,6 @@ def _attended(x: Operands, options: Options, update: CacheUpdate) -> tuple[Array
 
 
 def _with_rest(x: Operands, options: Options) -> tuple:
-    """out, and log-sum-exps in two numbers: a float32 far from 0 does not tell how parts weigh."""
+    """out, and log-sum-exps in two numbers: one float32 far from 0 is not exact enough for
+    weights."""
     return primitives.forward(sharding.alike(x), None, Static((), options, keeps_rest=True))

@@ -1,4 +1,4 @@
-"""Partial attention results of one query over disjoint keys, put together."""
+"""Merges partial attention results over disjoint keys."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -68,7 +68,7 @@ def merged(
 ) -> tuple[Array, Array]:
     """As merge_attn_states, on checked stacks. rests: with the shape of lses; a part's log-sum-exp
     is its lse plus its rest, of which one float32 may not be exact enough."""
-    # The maximum is a shift that cancels: no gradient flows through it.
+    # The maximum cancels: no gradient flows through it.
     top = jax.lax.stop_gradient(lses).max(0)
     if sink is not None:
         # (heads, 1) with a dim of 1 for a batch.
@@ -79,7 +79,7 @@ def merged(
     exponents = lses - top[None]
     if rests is not None:
         exponents += jnp.where(lses == -jnp.inf, 0.0, rests)
-        # The largest lse may have the lesser rest of two that are rounded alike.
+        # Of two lses that are rounded to one number, the first may have the smaller rest.
         left = exponents.max(0)
         if sink is not None:
             left = jnp.maximum(left, sink - top)
@@ -90,7 +90,7 @@ def merged(
     if sink is not None:
         total = total + jnp.exp((sink - top) - left)
     is_empty = total == 0
-    # log and division see 1 where there is no key at all, so that no NaN enters the gradients.
+    # log and division get 1 where there is no key, so that no NaN enters the gradients.
     total = jnp.where(is_empty, 1.0, total)
     lse = jnp.where(is_empty, -jnp.inf, top + (left + jnp.log(total)))
     share = jnp.swapaxes(weights / total[None], -1, -2)[..., None]

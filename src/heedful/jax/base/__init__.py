@@ -1,2 +1,2 @@
-"""JAX's arrays, devices and private names, as the rest sees them. Imports nothing else of
+"""JAX's arrays, devices and private names, for the other folders. Imports nothing else of
 `heedful.jax`."""

@@ -1,4 +1,4 @@
-"""The devices and tools that JAX sees, as the planner's facts."""
+"""JAX's devices and versions as the planner's facts."""
 
 from functools import cache
 from importlib import metadata
@@ -16,10 +16,8 @@ _VENDORS = {"cuda": "nvidia", "rocm": "amd"}
 
 
 def device_spec(platform: str) -> DeviceSpec:
-    """The device to plan for on a platform ("cpu", "cuda", "rocm"): the figures of its first device
-    here; without one, as when a program is exported for it, HEEDFUL_DEVICE names the device.
-
-    Raises ValueError where neither says.
+    """The device to plan for on a platform ("cpu", "cuda", "rocm"): its first device here; without
+    one, as in an export, HEEDFUL_DEVICE names it. Raises ValueError without either.
     """
     if platform == "cpu":
         return KNOWN["CPU"]

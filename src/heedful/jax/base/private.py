@@ -1,4 +1,4 @@
-"""JAX's names without promise: the only module that may use them."""
+"""JAX's private names: no other module may use them."""
 
 from jax._src import dispatch
 
@@ -10,6 +10,6 @@ def wants_devices(primitive) -> None:
 
 
 def is_one_primitive(function) -> None:
-    """jit of this function, which binds one primitive, names it where a NaN came of it. It would
-    else call the function to find where, which would be jit of it again, without end."""
+    """Makes jit of this function, which binds one primitive, name it if it gives a NaN. Otherwise
+    JAX would call the function to find the place, which is jit of it again, without end."""
     function._apply_primitive = True

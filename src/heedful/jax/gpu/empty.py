@@ -1,6 +1,5 @@
-"""Memory without contents, as XLA allocates it.
-
-`jax.lax.empty` has no name: of two that are alike XLA makes one, and then a copy.
+"""Uninitialised memory from XLA. `jax.lax.empty` has no name: XLA would merge two equal ones, and
+then copy.
 """
 
 from typing import Any

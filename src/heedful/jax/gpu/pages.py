@@ -1,7 +1,6 @@
-"""Keys in pages for a backward that takes dense keys: gathered before it, their gradients added up
-in the pages after it.
-
-A page may serve several sequences: its gradient is the sum of theirs.
+"""Paged keys for a backward that takes dense keys: pages are gathered before it, and gradients
+added up in the pages after it. Several sequences may share a page, whose gradient is then the sum
+of theirs.
 """
 
 from collections.abc import Callable
@@ -47,8 +46,7 @@ def gathered(pages: Array, numbers: Array) -> Array:
 
 
 def added_up(grad: Array, numbers: Array, pages: Array) -> Array:
-    """The gradient of the pages, of that of the rows that were gathered from them, summed in
-    float32."""
+    """The gradient of the pages from that of the gathered rows, summed in float32."""
     parts = grad.reshape(-1, *pages.shape[1:]).astype(jnp.float32)
     summed = jnp.zeros(pages.shape, jnp.float32).at[numbers.reshape(-1)].add(parts, mode="drop")
     return summed.astype(pages.dtype)

@@ -1,8 +1,8 @@
 """Programs as calls of compiled kernels in XLA: a custom call for each launch, memory from XLA.
 
-jaxlib hands a kernel's arrays out in the order of its parameters: first the call's operands, then
-its results. Arrays that are written stand between those that are read, so they are operands that
-share memory with a result, but for those after the last that is read.
+jaxlib passes arrays in the order of a kernel's parameters: first the call's operands, then its
+results. An array that is written before the last one that is read must therefore be an operand that
+shares memory with a result.
 """
 
 from collections.abc import Mapping
@@ -96,8 +96,8 @@ def _dense_backward(plan: Plan, x: Operands, origin: Array | None, saved: list[A
 
 
 def _operands(problem: AttentionProblem, x: Operands, origin: Array | None):
-    """The arrays of a call by name, and what kernels are told of them: dims that repeat have their
-    whole size and a stride of 0."""
+    """The arrays of a call by name, and their specs for kernels: broadcast dims have their full
+    size and a stride of 0."""
     if origin is not None:
         x = x._replace(seed=jnp.concatenate([x.seed, _wide(origin)]))
     arrays = {name: array for name, array in x._asdict().items() if array is not None}
@@ -147,8 +147,8 @@ def run(
     results: Mapping[str, ArraySpec],
     name: str,
 ) -> dict[str, Array]:
-    """The results of a program, by name. arrays: what it is given, by name; those that it writes
-    too are results of its own.
+    """The results of a program, by name. arrays: its inputs, by name; those that it also writes are
+    returned as results.
 
     Raises ValueError for more scratch than HEEDFUL_WORKSPACE_LIMIT_MB allows.
     """

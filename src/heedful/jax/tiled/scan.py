@@ -1,8 +1,8 @@
 """Attention by a tiled `lax.scan`: what JAX runs on a CPU. Memory is linear in the lengths.
 
 One sequence after the other, each in tiles of queries and keys, by the online softmax
-(FlashAttention-2, Dao 2023). Scores stay in natural units and float32; positions that no query
-sees cost nothing where whole tiles are of such.
+(FlashAttention-2, Dao 2023). Scores are float32 in natural units; key tiles that no query sees cost
+nothing.
 """
 
 from typing import NamedTuple
@@ -24,8 +24,8 @@ def forward(
 ) -> tuple[Array, Array, Array | None]:
     """out, lse float32 and, if problem.return_probs, the sign-coded probabilities.
 
-    x: as Operands says, but that dims which repeat have size 1 and the seed is uint32 (2,), its low
-    word first. origin: uint32 (4,) in place of the problem's dropout_origin.
+    x: as in Operands, but broadcast dims have size 1, and the seed is uint32 (2,), low word first.
+    origin: uint32 (4,) in place of the problem's dropout_origin.
     """
     p = problem
     out = jnp.zeros(p.out_shape, p.out_dtype)
@@ -91,9 +91,9 @@ def _attend(seq: Sequence, rows: Array, n_tile: int) -> tuple[Array, Array]:
         return top, total, acc * rescale[..., None] + values
 
     if p.num_splits > 1:
-        # Parts that are merged in order, each with a softmax of its own.
-        # No part is empty: more than there are tiles are as many as there are. This sequence's
-        # tiles alone decide, so that no neighbour changes a bit.
+        # Splits are merged in order, each with a separate softmax. No split is empty: there are at
+        # most as many as tiles. This sequence's tiles alone decide, so that no neighbour changes a
+        # bit.
         tiles = end - begin
         each = jnp.maximum(1, (tiles + p.num_splits - 1) // p.num_splits)
 
@@ -135,7 +135,7 @@ def _finite(top: Array) -> Array:
 
 
 def _store(seq: Sequence, rows: Array, tensor: Array, tile: Array) -> Array:
-    """A tensor laid out as q with a tile (G, R, M, dim) in its place."""
+    """A tensor of q's layout after a tile (G, R, M, dim) is written into it."""
     flat = tensor.reshape(-1, *tensor.shape[-2:])
     where = seq.query_tokens(rows, flat.shape[0])
     heads = tile.transpose(2, 0, 1, 3).reshape(rows.shape[0], *flat.shape[1:])
@@ -144,7 +144,7 @@ def _store(seq: Sequence, rows: Array, tensor: Array, tile: Array) -> Array:
 
 
 def _store_vector(seq: Sequence, rows: Array, tensor: Array, tile: Array) -> Array:
-    """An array laid out as lse with a tile (G, R, M) in its place."""
+    """An array of lse's layout after a tile (G, R, M) is written into it."""
     flat = tile.reshape(-1, rows.shape[0])
     if tensor.ndim == 2:
         where = seq.query_tokens(rows, tensor.shape[-1])
@@ -154,8 +154,8 @@ def _store_vector(seq: Sequence, rows: Array, tensor: Array, tile: Array) -> Arr
 
 
 class _Softmax(NamedTuple):
-    """The vectors that give probabilities anew, laid out as lse: e^(scores - reference) times
-    weight. +inf and 1 for rows without keys, whose probabilities are then 0."""
+    """The vectors from which probabilities are computed again, with the layout of lse: e^(scores -
+    reference) times weight. +inf and 1 for rows without keys, whose probabilities are then 0."""
 
     reference: Array
     weight: Array
@@ -247,8 +247,8 @@ def backward(
     dlse: Array | None = None,
     origin: Array | None = None,
 ) -> Gradients:
-    """Gradients of the inputs for the cotangents of out and lse (None is zero), in the dtypes and
-    shapes of the inputs; dbias in that of the bias, if problem.bias_grad."""
+    """Gradients of the inputs from those of out and lse (None is zero), in the dtypes and shapes of
+    the inputs; with dbias if problem.bias_grad."""
     p = problem
     wide = (jnp.zeros(t.shape, jnp.float32) for t in x[:3])
     dbias = jnp.zeros(x.bias.shape, jnp.float32) if p.bias_grad else None

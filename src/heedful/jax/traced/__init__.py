@@ -1,2 +1,2 @@
-"""Primitives: how calls are traced, batched, differentiated, sharded and lowered. May import
+"""Primitives, and how they are traced, batched, differentiated, sharded and lowered. May import
 `jax.gpu`, `jax.tiled`, `jax.operands` and `jax.base`."""

@@ -1,6 +1,6 @@
-"""A step over a KV cache: new keys and values go in, rotary positions are applied, and attention
-follows. A primitive: on one GPU it is one program, whose kernel may do all of it. Elsewhere, and
-where XLA shares the work among devices, it is the two primitives of which it is made.
+"""A step over a KV cache as a primitive: it writes new keys and values, applies rotary positions,
+and computes attention. On one GPU it is one program. Elsewhere, and where XLA divides the work
+among devices, it is two primitives.
 """
 
 from functools import partial

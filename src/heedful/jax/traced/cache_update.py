@@ -1,5 +1,5 @@
-"""The update of a KV cache before attention: new keys and values go in, and rotary positions are
-applied. A primitive: on a GPU it is one kernel, elsewhere plain JAX."""
+"""The update of a KV cache before attention as a primitive: it writes new keys and values and
+applies rotary positions. On a GPU it is one kernel, elsewhere plain JAX."""
 
 from functools import partial
 from typing import Any, NamedTuple
