@@ -1,4 +1,4 @@
-"""What forward and backward compute alike: one tile of keys or values, of scores, of dropout.
+"""Code that forward and backward share: one tile of keys or values, of scores, of dropout.
 
 Dimension key as in blocks.py. Scores stay in natural units: a row's maximum is then exact, and
 with it the lse and the probability of a row's only key, and no bias overflows.

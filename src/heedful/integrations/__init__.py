@@ -1,5 +1,5 @@
-"""Frameworks that run heedful where their users pass a name. Importing this imports none of them:
-each has a module or a folder of its own, which does.
+"""Frameworks in which users choose heedful by a name. To import this imports none of them: each has
+a module or a folder, which does.
 """
 
 import sys
@@ -15,7 +15,7 @@ TESTED = {
     "transformers": ("5.17", "5.24"),
     "diffusers": ("0.42", "0.42"),
 }
-# By what a program has a framework run heedful, and by what it asks whether that is so.
+# For each framework, how a program makes it run heedful, and how it asks whether it does.
 CALLS = dict.fromkeys(TESTED, ("register", "is_registered")) | {"torch": ("activate", "is_active")}
 _warned: set[str] = set()
 
@@ -47,8 +47,8 @@ def installed() -> tuple[Framework, ...]:
 
 
 def check(name: str) -> None:
-    """Warns, once for each framework, where the installed version is not one that the tests ran
-    with. Raises ImportError that names the extra where there is none."""
+    """Warns, once for each framework, if the tests did not run with the installed version. Raises
+    ImportError that names the extra if none is installed."""
     found = _framework(name)
     if found.version is None:
         raise ImportError(

@@ -24,8 +24,8 @@ _names: list[str] = []
 
 
 def register(name: str = "heedful") -> None:
-    """Makes `set_attention_backend(name)` and `with attention_backend(name)` run heedful. Twice
-    under one name is once.
+    """Makes `set_attention_backend(name)` and `with attention_backend(name)` run heedful. A second
+    call with one name does nothing.
 
     Raises:
         ValueError: the name is no identifier in lower case, or diffusers has it already.
@@ -44,8 +44,8 @@ def register(name: str = "heedful") -> None:
 
 
 def unregister(name: str | None = None) -> None:
-    """Takes heedful out of diffusers, under this name or under all. Where it is the active backend,
-    torch's own is again. Models that were given the name want another one first."""
+    """Takes heedful out of diffusers, under this name or under all. If it is the active backend,
+    torch's becomes active again. Models that use the name must be given another one first."""
     for each in [name] if name is not None else list(_names):
         if each not in _names:
             raise ValueError(f"name must be registered, got {each!r}; registered are {_names}")
@@ -70,8 +70,7 @@ def is_registered() -> bool:
 
 
 def _added(name: str) -> Any:
-    """A new member of diffusers' enumeration of backends, which has no way of its own to extend
-    it."""
+    """A new member of diffusers' enumeration of backends, which diffusers itself cannot extend."""
     member: Any = str.__new__(_Name, name)
     member._name_, member._value_ = name.upper(), name
     member.__objclass__ = _Name

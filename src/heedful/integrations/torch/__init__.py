@@ -1,5 +1,6 @@
-"""PyTorch's own attention by heedful: `F.scaled_dot_product_attention` for a scope (`sdpa`), or
-torch's operators of it for the process (`activate`, `restore`). Nothing is replaced on import.
+"""Runs heedful in place of PyTorch's attention: for `F.scaled_dot_product_attention` within a
+`with` block (`sdpa`), or for torch's operators in the whole process (`activate`, `restore`).
+Nothing is replaced on import.
 """
 
 from heedful.integrations.torch.functional import sdpa

@@ -1,4 +1,5 @@
-"""Torch's causal mask in terms of ours: torch aligns it top left, and heedful bottom right."""
+"""Converts torch's causal mask, which is aligned top left, to heedful's, which is aligned bottom
+right."""
 
 from torch import Tensor
 
@@ -6,7 +7,7 @@ from torch import Tensor
 def from_top_left(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool
 ) -> tuple[Tensor, Tensor, bool, tuple[int, int] | None]:
-    """(key, value, causal, window) that mean the same where heedful aligns masks. All tensors are
+    """(key, value, causal, window) that mean the same with heedful's alignment. All tensors are
     (batch, heads, rows, dim). window: None for no bound."""
     rows, keys = query.shape[2], key.shape[2]
     if not is_causal or rows == keys:
@@ -14,5 +15,5 @@ def from_top_left(
     if rows < keys:
         # No row sees a later key.
         return key[:, :, :rows], value[:, :, :rows], True, None
-    # The diagonal that windows are around lies so many keys to the left.
+    # The window's diagonal lies so many keys to the left.
     return key, value, False, (-1, rows - keys)

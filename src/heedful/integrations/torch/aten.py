@@ -1,8 +1,6 @@
-"""Torch's operators of attention by heedful: kernels that the dispatcher calls below autograd.
-
-Torch has checked the arguments, and has formulas of its own for what the results are: shapes and
-strides are those of torch's kernels, since code that torch.compile made relies on them. A gradient
-of gradients is torch's error.
+"""heedful's kernels for torch's operators of attention, which the dispatcher calls below autograd.
+Torch has checked the arguments. Results have the shapes and strides of torch's kernels, since code
+from torch.compile relies on them. A second derivative raises torch's error.
 
     F.scaled_dot_product_attention     heads before rows: `_scaled_dot_product_..._attention`
     varlen_attn, nested tensors        rows before heads: `_flash_attention_...`
@@ -22,7 +20,7 @@ from heedful.torch.api.gradients import attention_backward
 from heedful.torch.base.dispatch import any_autocast
 from heedful.torch.eager.execute import current_device, maker
 
-# Why calls are handed back to torch's own kernels, and the operators of which some are.
+# Why calls are passed to torch's own kernels, and the operators some of whose calls are.
 MASKED = "attn_bias: calls with a mask stay torch's"
 WIDE = "float32 or a head dim above 256 in torch's memory-efficient attention"
 HANDED_BACK = (
@@ -36,7 +34,7 @@ _MOST_DIM = 256
 # Rows of the lse of memory-efficient attention come in blocks.
 _LSE_ROWS = 32
 _IS_HIP = torch.version.hip is not None
-# Torch's own guards set it so: in a tenth of the time of torch.no_grad.
+# As torch's own guards do, in a tenth of the time of torch.no_grad.
 _set_grad_enabled = torch._C._set_grad_enabled
 
 
@@ -51,7 +49,8 @@ class Kernels:
         self._report, self._torchs = report, torchs
 
     def by_operator(self) -> dict[str, Callable]:
-        """The kernels by the operator's name. Those of `HANDED_BACK` want the dispatch keys."""
+        """The kernels by the operator's name. Those of `HANDED_BACK` also take the dispatch
+        keys."""
         return {
             "_scaled_dot_product_flash_attention": self.sdpa_flash,
             "_scaled_dot_product_flash_attention_backward": self.sdpa_flash_backward,
@@ -181,8 +180,8 @@ class Kernels:
         *,
         scale: float | None = None,
     ):
-        """_scaled_dot_product_efficient_attention, which is causal from the top left. Results lie
-        rows before heads, whatever lies how."""
+        """_scaled_dot_product_efficient_attention, which is causal from the top left. Results are
+        stored with rows before heads, whatever the strides of operands."""
         reason = _not_ours(query, value, attn_bias)
         if reason is not None:
             given = query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal
@@ -249,7 +248,7 @@ class Kernels:
         window_size_right: int | None = None,
         **more,
     ):
-        """_flash_attention_forward: packed sequences where cum_seq_q is given, else dense ones."""
+        """_flash_attention_forward: packed sequences if cum_seq_q is passed, else dense ones."""
         _check_debug(return_debug_mask)
         state, seed, offset = _states(query.device, dropout_p, of_flash=True)
         lengths = cum_seq_q, cum_seq_k, max_q, max_k
@@ -355,7 +354,8 @@ def _check_debug(return_debug_mask: bool) -> None:
 
 
 def _not_ours(query: Tensor, value: Tensor, attn_bias: Tensor | None) -> str | None:
-    """Why a call of memory-efficient attention is handed back, if it is."""
+    """Why a call of memory-efficient attention is passed to torch's kernel; None if heedful runs
+    it."""
     if attn_bias is not None:
         return MASKED
     dims = max(query.shape[3], value.shape[3])
@@ -377,8 +377,8 @@ def _from_top_left_backward(
 def _heads_first(
     query, key, value, dropout_p, causal, window, scale, seed, rows_first: bool = False
 ):
-    """(out, lse) of (batch, heads, rows, dim). rows_first: out lies so in memory; else as query
-    does."""
+    """(out, lse) of operands (batch, heads, rows, dim). rows_first: out is stored with rows before
+    heads; else as query is."""
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     rows_first = rows_first or _in_order(q)
     if rows_first and not (dropout_p or window or any_autocast()):
@@ -402,8 +402,8 @@ def _heads_first(
 def _heads_first_backward(
     dout, query, key, value, out, lse, dropout_p, causal, window, scale, state, rows_first=False
 ):
-    """Gradients of query, key and value, of (batch, heads, rows, dim). rows_first: they lie so in
-    memory; else each as its operand does."""
+    """Gradients of query, key and value, (batch, heads, rows, dim). rows_first: they are stored
+    with rows before heads; else each as its operand is."""
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     dout, out = dout.transpose(1, 2), out.transpose(1, 2)
     how: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
@@ -459,8 +459,8 @@ def _rows_first(
 
 
 def _bare(function: Callable[..., Any], query: Tensor, *args, **kwargs) -> Any:
-    """function(query, ...) while autograd records nothing and autocast casts nothing: both have
-    seen the call."""
+    """Calls function(query, ...) without autograd and autocast: both have handled the call
+    already."""
     records = torch.is_grad_enabled()
     _set_grad_enabled(False)
     try:
@@ -478,8 +478,8 @@ def _window(left: int | None, right: int | None) -> tuple[int, int]:
 
 
 def _states(device: torch.device, dropout_p: float, of_flash: bool):
-    """(state, dropout_seed, offset): what torch keeps for the backward, and what heedful draws
-    from. Nobody reads the values where nothing is dropped."""
+    """(state, dropout_seed, offset): the tensors that torch saves for the backward, and heedful's
+    seed. Without dropout their values are not read."""
     is_pair = of_flash and not _IS_HIP
     shape = (2,) if is_pair else ()
     dtype = torch.uint64 if is_pair else torch.int64
@@ -491,7 +491,7 @@ def _states(device: torch.device, dropout_p: float, of_flash: bool):
 
 
 def _seed(state: Tensor) -> Tensor:
-    """The dropout_seed in a state."""
+    """The dropout_seed saved in a state."""
     return state.view(torch.int64).view(-1)[:1]
 
 
@@ -512,7 +512,7 @@ def _in_order(x: Tensor) -> bool:
 
 
 def _like(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """An empty tensor of this shape whose dims lie in memory in x's order."""
+    """An uninitialised tensor of this shape whose dims have the order of x's in memory."""
     order = sorted(range(x.dim()), key=lambda dim: x.stride(dim), reverse=True)
     strides, size = [0] * x.dim(), 1
     for dim in reversed(order):
@@ -522,13 +522,13 @@ def _like(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _laid_out(grad: Tensor, x: Tensor) -> Tensor:
-    """A gradient that lies in memory as x does."""
+    """A gradient with x's order of dims in memory."""
     return grad if _in_order(x) else _like(x, x.shape).copy_(grad)
 
 
 def _padded(grad: Tensor, x: Tensor, rows_first: bool) -> Tensor:
-    """The gradient of x, (batch, heads, rows, dim), given that of its first rows: the others have
-    none."""
+    """The gradient of x, (batch, heads, rows, dim), from that of its first rows, with 0 for the
+    others."""
     batch, heads, rows, dim = x.shape
     whole = torch.zeros_like(x)
     if rows_first:

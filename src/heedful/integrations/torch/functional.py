@@ -1,7 +1,6 @@
-"""`F.scaled_dot_product_attention` by heedful, for a scope.
-
-Torch's causal mask is aligned top left and ours bottom right, so that one of them is said in terms
-of the other here; heads are broadcast where that is cheaper than to expand them.
+"""Replaces `F.scaled_dot_product_attention` by heedful within a `with` block. Torch's causal mask
+is aligned top left and ours bottom right; this module converts it. Heads that broadcast are shared,
+not expanded, where that is possible.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,8 +24,8 @@ from heedful.torch.traced.private import constant_when_traced
 
 NAME = "scaled_dot_product_attention"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# The reports that are open, in a list that is never changed; the function that they replace; and
-# what both are replaced under.
+# The open reports, in a list that is replaced but never changed; torch's function; and the lock for
+# changes of both.
 _open: list[Report] = []
 _torchs: Any = F.scaled_dot_product_attention
 _lock = new_lock()
@@ -34,10 +33,9 @@ _lock = new_lock()
 
 @contextmanager
 def sdpa() -> Iterator[Report]:
-    """Has heedful run `torch.nn.functional.scaled_dot_product_attention` while it is open.
-
-    All threads are meant, as autograd's own may compute something again. Calls that heedful does
-    not take are torch's as before. Open it before torch.compile traces the code. Scopes may nest.
+    """A `with` block in which heedful runs `torch.nn.functional.scaled_dot_product_attention`. It
+    holds for all threads, since autograd's threads may compute checkpoints again. Torch runs calls
+    that heedful does not take. Open it before torch.compile traces the code. Blocks may nest.
 
     Yields:
         A Report that says how many calls ran on heedful, and why others did not.
@@ -45,7 +43,8 @@ def sdpa() -> Iterator[Report]:
     global _open, _torchs
     report = Report()
     with _lock:
-        # Ours is there without a scope where somebody put back what a scope had left to them.
+        # Ours may be there without an open block, if code saved it in a block and restored it
+        # later.
         if F.scaled_dot_product_attention is not scaled_dot_product_attention and not _open:
             _torchs = F.scaled_dot_product_attention
             F.scaled_dot_product_attention = scaled_dot_product_attention
@@ -54,7 +53,7 @@ def sdpa() -> Iterator[Report]:
         yield report
     finally:
         with _lock:
-            # By identity: reports are no values.
+            # By identity: reports do not compare by value.
             _open = [other for other in _open if other is not report]
             if not _open and F.scaled_dot_product_attention is scaled_dot_product_attention:
                 F.scaled_dot_product_attention = _torchs
@@ -117,11 +116,11 @@ def scaled_dot_product_attention(
 
 
 def translated(q, k, v, mask: Any, dropout_p, is_causal, enable_gqa) -> Any:
-    """The Call that computes what torch's arguments ask for, or in words why there is none."""
+    """The Call for torch's arguments, or the reason why there is none."""
     if not 0 <= dropout_p <= 1:
         return "dropout_p is no probability"
     if mask is None and _are_usual(q, k, v, enable_gqa):
-        # All that is looked at below, in a third of the time.
+        # The same checks as below, in a third of the time.
         return _aligned(q, k, v, None, is_causal)
     reason = _refusal(q, k, v, mask, is_causal)
     if reason is not None:
@@ -145,7 +144,7 @@ def translated(q, k, v, mask: Any, dropout_p, is_causal, enable_gqa) -> Any:
 
 
 def _are_usual(q: Any, k: Any, v: Any, enable_gqa: bool) -> bool:
-    """Whether these are plain tensors of four dims that heedful takes without a change."""
+    """Whether these are plain tensors of four dims that heedful takes unchanged."""
     if not (q.__class__ is k.__class__ is v.__class__ is Tensor):
         return False
     if q.is_nested or k.is_nested or v.is_nested:
@@ -166,8 +165,8 @@ def _are_usual(q: Any, k: Any, v: Any, enable_gqa: bool) -> bool:
 
 
 def _aligned(q, k, v, bias, causal: bool, bottom_right: bool = False) -> Call:
-    """The Call of operands (batch, heads, rows, dim). bottom_right: where a causal mask is aligned;
-    else top left."""
+    """The Call of operands (batch, heads, rows, dim). bottom_right: whether a causal mask is
+    aligned bottom right; else it is top left."""
     window = None
     if not bottom_right:
         k, v, causal, window = from_top_left(q, k, v, causal)
@@ -175,13 +174,14 @@ def _aligned(q, k, v, bias, causal: bool, bottom_right: bool = False) -> Call:
 
 
 def _is_causal_bias(mask: Any) -> bool:
-    """Whether it is a CausalBias of torch, whose module loads Dynamo where nobody has."""
+    """Whether it is torch's CausalBias, without an import of its module, which would load
+    Dynamo."""
     of = type(mask)
     return of.__name__ == "CausalBias" and of.__module__ == "torch.nn.attention.bias"
 
 
 def _refusal(q, k, v, mask, is_causal) -> str | None:
-    """Why a call is torch's whatever its shapes are, if it is."""
+    """Why torch runs a call, whatever its shapes; None if it need not."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return "query, key or value is no tensor"
     if q.is_nested or k.is_nested or v.is_nested:
@@ -207,9 +207,9 @@ def _refusal(q, k, v, mask, is_causal) -> str | None:
 
 
 def _four_dims(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> Any:
-    """(q, k, v, lead): each (batch, heads, rows, dim), k and v with one head for as many of q as
-    they share; and the batch dims and heads of the scores. In words why not, where torch has no
-    such call or heads cannot be shared so."""
+    """(q, k, v, lead): q, k and v as (batch, heads, rows, dim), and the batch dims and heads of the
+    scores. Heads of k and v that broadcast stay shared. Or the reason why not: torch has no such
+    call, or heads cannot be shared."""
     rank = q.dim()
     if not rank == k.dim() == v.dim():
         return "ranks differ"
@@ -251,7 +251,7 @@ def _are_broadcast(sizes: tuple[int, ...]) -> bool:
 
 
 def _fits(shape: Sequence[int], full: Sequence[int]) -> bool:
-    """Whether a shape broadcasts to this one, which it does not enlarge."""
+    """Whether a shape broadcasts to `full` without enlarging it."""
     if len(shape) > len(full):
         return False
     pairs = zip(reversed(shape), reversed(full), strict=False)
@@ -268,7 +268,7 @@ def _bias(mask: Tensor, lead: Sequence[int]) -> Tensor:
 
 
 def _ranked(out: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The output (batch, heads, rows, dim) in the rank of the call."""
+    """The output (batch, heads, rows, dim) with the call's number of dims."""
     if query.dim() < 4:
         return out[(0,) * (4 - query.dim())]
     lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
@@ -289,6 +289,6 @@ def _note_now(reason: str | None) -> None:
 
 @constant_when_traced
 def _note_traced(reason: str | None) -> bool:
-    # Dynamo calls it while it traces, and leaves no trace of it.
+    # Dynamo calls it while it traces; the graph does not contain it.
     _note_now(reason)
     return True

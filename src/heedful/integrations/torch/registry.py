@@ -1,4 +1,5 @@
-"""Torch's operators of attention by heedful, for the process: `activate` and `restore`."""
+"""Replaces torch's operators of attention by heedful's in the whole process: `activate` and
+`restore`."""
 
 import warnings
 from typing import Any
@@ -13,39 +14,38 @@ from heedful.integrations.torch.report import Report
 
 # The name of the implementation in torch's registry; it has no other use.
 NAME = "heedful"
-# Held by whoever changes what is active. Torch's registry calls back.
+# Held while the active kernels change. Torch's registry may call back meanwhile.
 _lock = new_reentrant_lock()
 _active: "Handle | None" = None
 
 
 class Handle:
-    """Kernels that the dispatcher has, until `remove`: what torch's registry keeps."""
+    """The handle that torch's registry keeps: the dispatcher has heedful's kernels until
+    `remove`."""
 
     def __init__(self, library: Library, report: Report):
         self.library: Library | None = library
         self.report = report
 
     def remove(self) -> None:
-        """Gives torch's operators back their own kernels."""
+        """Restores the kernels of torch's operators."""
         global _active
         with _lock:
-            # Torch forgets what a library registered when nobody holds it.
+            # Torch removes a library's kernels when the library object is deleted.
             self.library = None
             if _active is self:
                 _active = None
 
 
 def activate() -> Report:
-    """Has heedful run torch's attention on CUDA tensors, everywhere in this process.
+    """Makes heedful run torch's attention on CUDA tensors, everywhere in this process: calls of
+    `F.scaled_dot_product_attention` without a mask for which torch chooses FlashAttention, cuDNN
+    or, in 16 bits, memory-efficient attention; and `torch.nn.attention.varlen.varlen_attn`. Torch
+    still chooses the kernel: it runs calls with a mask, and those of its plain attention. Does
+    nothing if heedful is active. In torch's registry of flash attention the name is "heedful"; if
+    another implementation is active, torch's is restored first.
 
-    That is what `F.scaled_dot_product_attention` gives to FlashAttention, to cuDNN and, of 16 bits,
-    to memory-efficient attention, without a mask; and `torch.nn.attention.varlen.varlen_attn`.
-    Which of its kernels a call gets is torch's choice as before: calls with a mask, and those of
-    its plain attention, stay torch's. Does nothing if heedful is active. In torch's registry of
-    flash attention the name is "heedful"; another implementation that is active is restored first.
-
-    Returns:
-        A Report that counts calls by operator, and the reasons of calls that were handed back.
+    Returns: A Report that counts calls by operator, and the reasons of calls that torch ran.
 
     Raises:
         RuntimeError: where torch sees no GPU. `sdpa` works on a CPU, too.
@@ -65,10 +65,8 @@ def activate() -> Report:
 
 
 def restore() -> None:
-    """Gives torch its own attention back. Does nothing if heedful is not active.
-
-    Call it after the backward of what ran while heedful was active: torch's kernels would drop
-    other probabilities.
+    """Restores torch's attention. Does nothing if heedful is not active. Call it after the backward
+    of all calls that ran while heedful was active: torch's kernels would drop other probabilities.
     """
     with _lock:
         if _active is None:
@@ -91,7 +89,7 @@ def _activate(key: str = "CUDA") -> None:
 
 
 def register(key: str = "CUDA") -> Handle:
-    """Gives heedful's kernels to the dispatcher."""
+    """Registers heedful's kernels with the dispatcher."""
     global _active
     with _lock:
         report = Report()
@@ -100,7 +98,7 @@ def register(key: str = "CUDA") -> Handle:
         }
         library = Library("aten", "IMPL", key)
         with warnings.catch_warnings():
-            # That it has another kernel now is what was asked for.
+            # Torch warns that the kernel is replaced, which is intended.
             warnings.filterwarnings("ignore", "[\\s\\S]*[Oo]verriding a previously registered")
             for name, kernel in Kernels(report, torchs).by_operator().items():
                 if hasattr(torch.ops.aten, name):

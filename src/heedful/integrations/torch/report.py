@@ -6,7 +6,7 @@ from heedful.core.base.forks import new_lock
 
 
 class Report:
-    """Counts of the calls of torch's attention while it is open.
+    """Counts the calls of torch's attention while heedful is active.
 
     ours: calls that heedful ran, by name. declined: calls that torch ran, by the reason why heedful
     did not. A call that torch.compile traces counts once, when it is traced.

@@ -141,7 +141,7 @@ def paged(q, k, v, cu_k: Tensor, how: dict, others: dict) -> Tensor:
     count("paged")
     tokens = q.shape[1]
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    # Rows that fill a graph up have no keys, and so the length -1, which marks them.
+    # Rows that pad a captured batch have no keys; length -1 marks them.
     lengths = cu_k.diff()[:tokens] - 1
     out = flash_attn_with_kvcache(
         q,
@@ -189,8 +189,9 @@ def _compact(q, k, v, lengths: Compact, dropout: float, how: dict) -> Tensor:
 
 
 def _cache_lengths(q, k, v, lengths: Compact, dropout: float) -> tuple[Tensor, Tensor] | None:
-    """Where each row's keys end and begin, if the call that reads a cache as it lies may serve:
-    packed sequences would be copied, unless rows of keys follow each other."""
+    """Where each row's keys end and begin, if flash_attn_with_kvcache can run the call: it reads
+    the cache in place, whereas packed sequences would be copied, unless rows of keys are
+    adjacent."""
     batch, q_length = q.shape[:2]
     if dropout or q.dtype != k.dtype:
         return None
@@ -249,9 +250,9 @@ _latest = _Latest()
 
 
 def _by_positions(lengths: Compact | None, positions: Any, how: dict) -> Compact | None:
-    """The lengths of a call of one row, by documents where its positions begin anew: some models
-    make their masks without position_ids. Waits for the device once a forward, since all layers
-    have the same tensor."""
+    """The lengths of a call of one row: a document begins where its positions start at 0 again,
+    since some models make their masks without position_ids. Waits for the device once a forward,
+    since all layers have the same tensor."""
     if not (how["causal"] if lengths is None else lengths.causal and lengths.whole):
         return lengths
     if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[0] != 1:

@@ -1,6 +1,6 @@
 """A mask as the lengths of sequences: no array of queries x keys, and one tensor for all layers.
 
-Transformers hands a mask of four dimensions on as it is, from `generate` through the model to each
+Transformers passes a mask of four dimensions unchanged, from `generate` through the model to each
 layer. So a compact mask has four: (1 + causal, 2 + left, 16 * (n + 1), 1), for n sequences in the
 tokens of the batch, one row of it after the other. Only the third dimension holds memory: the bytes
 of cu_q, cu_k, used_q and used_k, the last two with a 0 at their end. The sizes of the first two say
@@ -86,8 +86,8 @@ def _parts(rows: Tensor) -> dict[str, Any]:
 
 
 def _check(found: Compact, tokens_q: int, tokens_k: int) -> None:
-    """That the storage is all tokens; waits for the device, where the mask is another tensor than
-    the one that was made: on another device, or cut."""
+    """Checks that the sequences cover all tokens. Waits for the device if the mask is not the
+    tensor that was made, but a copy or a part of it."""
     ends = torch.stack([found.cu_q[0], found.cu_k[0], found.cu_q[-1], found.cu_k[-1]]).tolist()
     if ends != [0, 0, tokens_q, tokens_k]:
         raise ValueError(

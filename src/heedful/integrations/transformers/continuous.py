@@ -1,9 +1,8 @@
-"""Continuous batching (`generate_batch`), which transformers admits known names to alone.
-
-Two designs of it are known. In the old one an implementation has a second entry, `paged|<name>`,
-which updates the cache itself. In the new one it has one entry, and the cache gives the layers
-lengths and pages. In both a few functions ask whether a name is one of flash-attn's, and ask
-flash-attn's modules for the call over pages. They are told yes for ours.
+"""Continuous batching (`generate_batch`), for which transformers allows only names that it knows.
+It has had two designs. In the old one an implementation has a second entry, `paged|<name>`, which
+updates the cache itself. In the new one it has one entry, and the cache gives the layers lengths
+and pages. In both a few functions ask whether a name is one of flash-attn's, and ask flash-attn's
+modules for the call over pages. The patch makes them answer yes for ours.
 """
 
 import importlib
@@ -20,7 +19,7 @@ from heedful.integrations.transformers.attention import REFUSED, attention
 
 _PACKAGE = "transformers.generation.continuous_batching"
 _ASKS = "is_flash_attention_requested"
-# By design the module and the name of what it asks for the calls.
+# By design, the module and the name of the function that finds the calls.
 _ONE_ENTRY = (
     "lazy_import_flash_attention",
     ((flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, None, None), (dict, dict)),
@@ -34,7 +33,7 @@ _originals: list[tuple[ModuleType, str, Any]] = []
 
 
 def patch(name: str) -> None:
-    """Admits a name to continuous batching. Raises RuntimeError, and changes nothing, where this
+    """Allows a name in continuous batching. Raises RuntimeError, and changes nothing, if this
     version of transformers has neither design."""
     if not _originals:
         _originals.extend(_patched())
@@ -63,7 +62,7 @@ def _has_two_entries() -> bool:
 
 
 def _patched() -> list[tuple[ModuleType, str, Any]]:
-    """Replaces what asks for names. Returns what was there."""
+    """Replaces the functions that check names. Returns the original ones."""
     api, initialization = _modules()
     loads, calls = _TWO_ENTRIES if _has_two_entries() else _ONE_ENTRY
     wanted = [(api, _ASKS), (initialization, _ASKS), (initialization, loads)]

@@ -1,5 +1,5 @@
-"""The mask function of transformers' `AttentionMaskInterface`: None where the layers know all,
-lengths where those say it, and bool of queries x keys for whatever else a model asks for."""
+"""The mask function of transformers' `AttentionMaskInterface`. It returns None where layers need no
+mask, lengths where these are enough, and else a bool mask of queries x keys."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -111,7 +111,7 @@ def mask(
 def _of_lengths(
     found: Pattern, place: Place, padding: Tensor | None, mask_function: Callable
 ) -> Tensor | str | None:
-    """The mask of a pattern: none, compact, or why neither can say it."""
+    """The mask of a pattern: none, a compact one, or the reason why it must be a bool mask."""
     if found.documents is not None:
         if padding is not None or not place.ends_with_keys or place.q_length != place.kv_length:
             return "documents beside padding or a cache"
@@ -143,7 +143,8 @@ def _unpadded(found: Pattern, place: Place) -> Tensor | None:
 
 
 def _padded(found: Pattern, place: Place, padding: Tensor) -> Tensor | str | None:
-    """As `_of_lengths`: one wait for the device, or in compiled code a check that it makes."""
+    """As `_of_lengths`, with padding: waits for the device once, or in compiled code lets the
+    device check."""
     at = torch.arange(place.kv_length, device=padding.device)
     count = padding.sum(1)
     first = padding.int().argmax(1)
@@ -161,7 +162,7 @@ def _padded(found: Pattern, place: Place, padding: Tensor) -> Tensor | str | Non
         if not is_unbroken:
             return "an attention_mask with holes inside of a sequence"
         whole = is_full and (not found.causal or place.ends_with_keys)
-        # Padding to the right of a causal mask: what counts sees none of it.
+        # Padding on the right under a causal mask: no real token sees it.
         from_start = not place.is_static and place.begin == 0 and place.ends_with_keys
         whole = bool(whole or (found.causal and at_start and from_start))
         if whole and not _hides(found, place):
@@ -185,7 +186,7 @@ def _of_rows(
     has_last: the queries are each row's last tokens."""
     first, last = keys
     if found.causal or found.left >= 0:
-        # A query stands at a key of its own.
+        # Each query has the position of a key.
         begin = (first - place.begin).clamp(0, place.q_length)
         stop = (last - place.begin).clamp(0, place.q_length)
     else:
@@ -203,7 +204,7 @@ def _of_rows(
 
 
 def _check_there(holds: Tensor, words: str) -> None:
-    """Has the device raise unless a bool () holds."""
+    """Makes the device raise unless a bool () is true."""
     torch._assert_async(holds, words)  # pyright: ignore[reportPrivateImportUsage]
 
 

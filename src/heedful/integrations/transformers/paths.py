@@ -1,4 +1,4 @@
-"""Which way the calls of attention layers went, for whoever wants to know what ran."""
+"""Counts how attention layers' calls were run."""
 
 import logging
 from collections import Counter
@@ -14,7 +14,7 @@ _WHY = "_heedful_why"
 
 
 def paths() -> dict[str, int]:
-    """How many calls of layers went each way since `reset_paths`. Compiled code is not counted.
+    """How many layer calls were run in each way since `reset_paths`. Compiled code is not counted.
 
     - plain: no mask; the layer's own `is_causal` and window say all
     - compact, <call>: lengths and a window stand for the mask; by the call that took them
@@ -26,7 +26,7 @@ def paths() -> dict[str, int]:
 
 
 def reset_paths() -> None:
-    """Begins to count from nothing."""
+    """Sets all counts to 0."""
     _counts.clear()
 
 
@@ -36,7 +36,7 @@ def count(path: str) -> None:
 
 
 def tell_why(mask: Tensor, reason: str) -> Tensor:
-    """The dense mask, which says from now on why it is one. Each reason is logged once."""
+    """The dense mask, with the reason why it is one attached. Each reason is logged once."""
     if not is_compiling():
         setattr(mask, _WHY, reason)
         if reason not in _said:

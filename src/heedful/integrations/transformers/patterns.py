@@ -1,5 +1,5 @@
-"""Which keys a mask function of transformers lets a query see, in words that lengths and a window
-can say. A pattern that is not known is never guessed at."""
+"""The patterns of transformers' mask functions that lengths and a window can express. An unknown
+pattern is never guessed."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ def _code(function: Callable) -> Any:
     return getattr(function, "__code__", None)
 
 
-# Functions that transformers makes anew for each mask are known by their code.
+# Functions that transformers creates for each mask are recognised by their code.
 _AND = _code(masking_utils.and_masks())
 _OR = _code(masking_utils.or_masks())
 _CAUSAL_WINDOW = _code(masking_utils.sliding_window_overlay(1))
@@ -49,7 +49,7 @@ _CUSTOM = "the model adds a mask function of its own"
 
 
 def find(request: Request) -> Pattern | str:
-    """The pattern of a mask function, or why it is none of those that lengths can say."""
+    """The pattern of a mask function, or why lengths cannot express it."""
     if request.is_custom:
         return _CUSTOM
     found: dict[str, Any] = {}
@@ -101,7 +101,7 @@ def _closure(function: Callable) -> dict[str, Any]:
 
 
 def find_traced(request: Request) -> Pattern | str:
-    """As `find`, for compiled code: Dynamo reads no closures, so what the flags say has to do."""
+    """As `find`, for compiled code: Dynamo cannot read closures, so only the flags decide."""
     if request.is_custom:
         return _CUSTOM
     if request.mask_function is masking_utils.causal_mask_function:

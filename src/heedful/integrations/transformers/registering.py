@@ -7,7 +7,7 @@ from heedful.integrations.transformers import continuous as continuous_batching
 from heedful.integrations.transformers.attention import attention
 from heedful.integrations.transformers.masks import mask
 
-# By parts of a name what transformers takes a name with it for.
+# Parts of names to which transformers gives a meaning, and the meaning.
 _TAKEN = {
     "flash": "a kernel of flash-attn, which it loads in its place",
     "sdpa": "its own sdpa",
@@ -21,17 +21,17 @@ _names: list[str] = []
 
 def register(name: str = "heedful", *, continuous: bool = False) -> None:
     """Makes `attn_implementation=name` run heedful, in from_pretrained and set_attn_implementation.
-    Twice under one name is once.
+    A second call with one name does nothing.
 
     Args:
-        name: any that transformers does not take for something else.
+        name: any to which transformers gives no other meaning.
         continuous: also serve `generate_batch`, over pages. Transformers admits only names that it
             knows there, so this patches its modules until `unregister`.
 
     Raises:
         ValueError: the name means something else to transformers.
-        RuntimeError: continuous, and this version of transformers is not built as those that the
-            tests ran with.
+        RuntimeError: continuous, and this version of transformers has other functions than those
+            that the tests ran with.
     """
     if not isinstance(name, str) or not name:
         raise ValueError(f"name must be a non-empty str, got {name!r}")

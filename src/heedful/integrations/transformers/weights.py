@@ -13,7 +13,7 @@ def attention_weights(
         q: (batch, q_length, heads, head_dim). k: (batch, k_length, heads_k, head_dim).
         bias: what is added to the scores, or bool (True = visible): a mask, positions, or both.
         how: softmax_scale, causal, window_size, softcap and sink of the call.
-        is_masked: whether the bias holds a mask, in the place of causal and window_size.
+        is_masked: whether the bias includes a mask, which replaces causal and window_size.
     """
     k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
     scale = q.shape[-1] ** -0.5 if how["softmax_scale"] is None else how["softmax_scale"]

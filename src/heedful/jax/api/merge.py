@@ -79,7 +79,7 @@ def merged(
     exponents = lses - top[None]
     if rests is not None:
         exponents += jnp.where(lses == -jnp.inf, 0.0, rests)
-        # Of two lses that are rounded to one number, the first may have the smaller rest.
+        # If two lses are rounded to one number, the first may have the smaller rest.
         left = exponents.max(0)
         if sink is not None:
             left = jnp.maximum(left, sink - top)
