@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[3] / "docs"
-PAGES = {page: () for page in ("train", "serve", "quantised-cache", "context-parallel")} | {
-    "jax": ("jax",)
-}
+PAGES = {
+    page: () for page in ("train", "serve", "quantised-cache", "context-parallel", "masks")
+} | {"jax": ("jax",)}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,5 +1,5 @@
-"""The keys that 64 rows see by their key_ranges, as the kernel before a Hopper forward stores it, run by
-Triton's interpreter.
+"""The keys that 64 rows see by their key_ranges, as the kernel before a Hopper forward stores them,
+run by Triton's interpreter.
 
 They run in a process of their own: see `support.runs.interpreted`.
 """

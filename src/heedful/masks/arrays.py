@@ -1,0 +1,51 @@
+"""The few operations that masks are made of, on arrays of PyTorch or of JAX."""
+
+import importlib
+import sys
+from typing import Any
+
+
+def namespace(name: str, array: Any) -> Any:
+    """torch or jax.numpy, whose array this is. TypeError naming the argument for anything else."""
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return torch
+    if jax is not None and isinstance(array, jax.Array):
+        return importlib.import_module("jax.numpy")
+    raise TypeError(f"{name} must be a torch.Tensor or a jax.Array, got {type(array).__name__}")
+
+
+def is_torch(xp: Any) -> bool:
+    return xp.__name__ == "torch"
+
+
+def positions(xp: Any, count: int, like: Any) -> Any:
+    """int32 0, 1, ..., count - 1, on the device of `like`."""
+    where = {"device": like.device} if is_torch(xp) else {}
+    return xp.arange(count, dtype=xp.int32, **where)
+
+
+def int32(xp: Any, array: Any) -> Any:
+    return array.to(xp.int32) if is_torch(xp) else array.astype(xp.int32)
+
+
+def running_max(xp: Any, array: Any) -> Any:
+    """The maximum of what came so far, along the last dim."""
+    if is_torch(xp):
+        return xp.cummax(array, -1).values
+    return importlib.import_module("jax.lax").cummax(array, array.ndim - 1)
+
+
+def shape_of(name: str, array: Any, words: str) -> tuple[int, ...]:
+    """The shape of an array of as many dims as the words have. Raises ValueError."""
+    if len(array.shape) != words.count(",") + 1:
+        raise ValueError(f"{name} must be {words}, got shape {tuple(array.shape)}")
+    return tuple(array.shape)
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """TypeError or ValueError unless an int of at least so many."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be >= {least}, got {value}")

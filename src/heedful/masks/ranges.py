@@ -1,0 +1,124 @@
+"""Masks of which each row is one range of keys, or two."""
+
+from typing import Any
+
+from heedful.masks.arrays import (
+    check_count,
+    int32,
+    is_torch,
+    namespace,
+    positions,
+    running_max,
+    shape_of,
+)
+
+
+def documents(ids: Any = None, *, position_ids: Any = None) -> Any:
+    """Each query sees its own document; with causal=True its part up to the query.
+
+    Args:
+        ids: ints (batch, seqlen): neighbours with equal numbers are one document.
+        position_ids: ints (batch, seqlen), in place of ids: a document begins wherever a number is
+            not one more than the number before.
+
+    Returns:
+        int32 (batch, 1, seqlen, 2).
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    if (ids is None) == (position_ids is None):
+        raise TypeError("ids must be given, or position_ids, and not both")
+    name, given = ("ids", ids) if position_ids is None else ("position_ids", position_ids)
+    xp = namespace(name, given)
+    _, seqlen = shape_of(name, given, "(batch, seqlen)")
+    step = 0 if position_ids is None else 1
+    continues = given[:, 1:] == given[:, :-1] + step
+    place = positions(xp, seqlen, given)
+    begins = running_max(xp, xp.where(continues, 0, place[1:]))
+    first = xp.zeros_like(begins[:, :1]) if seqlen > 1 else int32(xp, given * 0)
+    begin = xp.concatenate([first, begins], -1)
+    # Seen from the end, a document begins where it ends.
+    turned = xp.flip(xp.where(continues, 0, seqlen - place[1:]), (-1,))
+    ends = seqlen - xp.flip(running_max(xp, turned), (-1,))
+    end = xp.concatenate([ends, first + seqlen], -1)
+    return int32(xp, xp.stack([begin, end], -1))[:, None]
+
+
+def prefix(lengths: Any, seqlen: int) -> Any:
+    """Prefix-LM: every query sees the prefix, and all keys up to its own place.
+
+    Args:
+        lengths: ints (batch,): of each prefix.
+        seqlen: of queries and keys.
+
+    Returns:
+        int32 (batch, 1, seqlen, 2), for calls with causal=False.
+    """
+    xp = namespace("lengths", lengths)
+    shape_of("lengths", lengths, "(batch)")
+    check_count("seqlen", seqlen, 0)
+    own = positions(xp, seqlen, lengths) + 1
+    end = xp.maximum(own[None], int32(xp, lengths)[:, None])
+    return xp.stack([xp.zeros_like(end), end], -1)[:, None]
+
+
+def chunks(size: int, seqlen: int, *, like: Any) -> Any:
+    """Chunked local attention (Llama 4): each query sees the keys of its chunk up to its own place.
+
+    Args:
+        size: keys of a chunk.
+        seqlen: of queries and keys.
+        like: an array on the device that the mask is for.
+
+    Returns:
+        int32 (1, 1, seqlen, 2), for calls with causal=True or False.
+    """
+    xp = namespace("like", like)
+    check_count("size", size, 1)
+    check_count("seqlen", seqlen, 0)
+    place = positions(xp, seqlen, like)
+    return xp.stack([place // size * size, place + 1], -1)[None, None]
+
+
+def padding(real: Any) -> Any:
+    """All queries of a sequence see the keys from its first real one to its last.
+
+    Args:
+        real: bool (batch, seqlen): False for padding, which is before or after all real keys.
+
+    Returns:
+        int32 (batch, 1, seqlen, 2).
+    """
+    xp = namespace("real", real)
+    batch, seqlen = shape_of("real", real, "(batch, seqlen)")
+    if real.dtype != (xp.bool if is_torch(xp) else bool):
+        raise TypeError(f"real must be bool, got {real.dtype}")
+    place = positions(xp, seqlen, real)
+    first, last = xp.where(real, place, seqlen), xp.where(real, place + 1, 0)
+    begin, end = (first.amin(-1), last.amax(-1)) if is_torch(xp) else (first.min(-1), last.max(-1))
+    pair = int32(xp, xp.stack([begin, end], -1))
+    return xp.broadcast_to(pair[:, None, None], (batch, 1, seqlen, 2))
+
+
+def local_global(left: int, first: int, seqlen: int, *, like: Any) -> Any:
+    """Each query sees its own place, `left` keys before it, and the first keys of the sequence.
+
+    Args:
+        left: keys before a query.
+        first: leading keys that every later query sees.
+        seqlen: of queries and keys.
+        like: an array on the device that the mask is for.
+
+    Returns:
+        int32 (1, 1, seqlen, 4), for calls with causal=True or False. `window_size=(left, 0, first)`
+        says the same.
+    """
+    xp = namespace("like", like)
+    for name, value in (("left", left), ("first", first), ("seqlen", seqlen)):
+        check_count(name, value, 0)
+    end = positions(xp, seqlen, like) + 1
+    begin = end - 1 - left
+    begin = xp.maximum(begin, xp.zeros_like(begin))
+    leading = xp.minimum(end, xp.zeros_like(end) + first)
+    return xp.stack([xp.zeros_like(end), leading, begin, end], -1)[None, None]

@@ -1,0 +1,1 @@
+"""Tests of arrays that say which keys a query sees."""

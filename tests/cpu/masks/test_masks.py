@@ -1,0 +1,147 @@
+"""heedful.masks by their definitions, of PyTorch and of JAX, and what they refuse."""
+
+import numpy as np
+import pytest
+import torch
+
+import heedful.torch as heedful
+from heedful import masks
+
+N = 12
+IDS = [[0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 7, 0], [5] * N]
+PLACES = [[0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 0, 0], list(range(N))]
+REAL = [[0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]]
+ROW, KEY = np.arange(N)[:, None], np.arange(N)[None]
+
+
+def arrays(name: str):
+    """The function that makes an array of this framework."""
+    if name == "torch":
+        return torch.tensor
+    return pytest.importorskip("jax.numpy").asarray
+
+
+def shown(ranges) -> np.ndarray:
+    """The mask (batch, heads, M, N) of key_ranges."""
+    ranges = np.asarray(ranges)
+    assert ranges.dtype == np.int32
+    pairs = [ranges[..., i : i + 2, None] for i in range(0, ranges.shape[-1], 2)]
+    return np.logical_or.reduce([(p[..., 0, :] <= KEY[0]) & (KEY[0] < p[..., 1, :]) for p in pairs])
+
+
+def runs(rows) -> np.ndarray:
+    """Which places are of one document."""
+    new = np.concatenate([[0], np.cumsum(np.diff(rows) != 0)])
+    return new[:, None] == new[None]
+
+
+FRAMEWORKS = pytest.mark.parametrize("framework", ["torch", "jax"])
+
+
+@FRAMEWORKS
+def test_documents_are_runs_of_equal_numbers_or_of_rising_ones(framework):
+    make = arrays(framework)
+    want = np.stack([runs(row) for row in IDS])[:, None]
+    assert (shown(masks.documents(make(IDS))) == want).all()
+    assert (shown(masks.documents(position_ids=make(PLACES))) == want).all()
+    assert shown(masks.documents(make([[3]]))).tolist() == [[[[True] + [False] * (N - 1)]]]
+
+
+@FRAMEWORKS
+def test_a_prefix_is_seen_by_all(framework):
+    got = shown(masks.prefix(arrays(framework)([4, 0]), N))
+    assert (got == np.stack([(KEY < 4) | (KEY <= ROW), KEY <= ROW])[:, None]).all()
+
+
+@FRAMEWORKS
+def test_chunks_windows_and_leading_keys(framework):
+    like = arrays(framework)([0])
+    assert (shown(masks.chunks(5, N, like=like)) == ((KEY // 5 == ROW // 5) & (KEY <= ROW))).all()
+    got = shown(masks.local_global(3, 2, N, like=like))
+    assert (got == (((KEY >= ROW - 3) | (KEY < 2)) & (KEY <= ROW))).all()
+
+
+@FRAMEWORKS
+def test_padding_lies_on_either_side(framework):
+    got = shown(masks.padding(arrays(framework)(REAL) > 0))
+    assert (got == np.broadcast_to(np.array(REAL, bool)[:, None, None], (2, 1, N, N))).all()
+
+
+def column_mask(rows: np.ndarray, causal: bool) -> np.ndarray:
+    """FlashMask by its definition: (batch, heads, M, N)."""
+    bounds = [rows[..., None, :, i] for i in range(rows.shape[-1])]
+    if len(bounds) == 1:
+        bounds.append(np.full_like(bounds[0], N))
+    elif not causal and len(bounds) == 2:
+        bounds = [bounds[0], np.full_like(bounds[0], N), np.zeros_like(bounds[0]), bounds[1]]
+    hidden = np.zeros((*rows.shape[:2], N, N), bool)
+    for start, stop in zip(bounds[::2], bounds[1::2], strict=True):
+        hidden |= (start <= ROW) & (stop > ROW)
+    return ~hidden & (KEY <= ROW) if causal else ~hidden
+
+
+ENDS = [3, 3, 3, 5, 5, 10, 10, 10, 10, 10, 11, 12]
+STARTS = [0, 0, 0, 3, 3, 5, 5, 5, 5, 5, 10, 11]
+
+
+@FRAMEWORKS
+@pytest.mark.parametrize(
+    "columns, causal",
+    [
+        ([[e] for e in ENDS], True),
+        ([[12]] * N, True),
+        ([[5, 8]] * 4 + [[12, 12]] * 8, True),
+        ([list(pair) for pair in zip(ENDS, STARTS, strict=True)], False),
+        ([[12, 12, 0, s] for s in STARTS], False),
+    ],
+)
+def test_flashmasks_of_row_ranges_are_converted(framework, columns, causal):
+    given = np.array(columns, np.int32)[None, None]
+    got = masks.from_flashmask(arrays(framework)(given), causal=causal)
+    assert (shown(got) == column_mask(given, causal)).all()
+
+
+def test_flashmasks_of_more_than_two_runs_are_refused_in_a_sentence():
+    holes = torch.tensor([[0, 12] if j % 2 else [12, 12] for j in range(N)])[None, None]
+    with pytest.raises(ValueError, match="startend_row_indices must let each row see at most two"):
+        masks.from_flashmask(holes)
+    with pytest.raises(ValueError, match="startend_row_indices must have 1 or 2 numbers"):
+        masks.from_flashmask(torch.zeros(1, 1, N, 4))
+
+
+@pytest.mark.parametrize(
+    "call, argument, kind",
+    [
+        (lambda: masks.documents(), "ids", TypeError),
+        (lambda: masks.documents([[0, 1]]), "ids", TypeError),
+        (lambda: masks.documents(torch.zeros(4)), "ids", ValueError),
+        (lambda: masks.documents(position_ids=torch.zeros(4)), "position_ids", ValueError),
+        (lambda: masks.prefix(torch.zeros(1, 1), 4), "lengths", ValueError),
+        (lambda: masks.prefix(torch.zeros(1), 4.0), "seqlen", TypeError),
+        (lambda: masks.chunks(0, 4, like=torch.zeros(1)), "size", ValueError),
+        (lambda: masks.chunks(2, 4, like=None), "like", TypeError),
+        (lambda: masks.padding(torch.zeros(1, 4)), "real", TypeError),
+        (lambda: masks.local_global(-1, 0, 4, like=torch.zeros(1)), "left", ValueError),
+    ],
+)
+def test_a_bad_argument_is_named(call, argument, kind):
+    with pytest.raises(kind, match=f"^{argument} must "):
+        call()
+
+
+def test_documents_in_one_row_are_packed_sequences():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, N, 2, 16).unbind(0)
+    ranges = masks.documents(torch.tensor(IDS[:1]))
+    got = heedful.flash_attn_func(q, k, v, causal=True, key_ranges=ranges)
+    bounds = torch.tensor([0, 3, 5, 10, 11, 12], dtype=torch.int32)
+    want = heedful.flash_attn_varlen_func(q[0], k[0], v[0], bounds, bounds, 5, 5, causal=True)
+    torch.testing.assert_close(got[0], want)
+
+
+def test_masks_are_made_where_calls_are_traced():
+    jax = pytest.importorskip("jax")
+    ids = jax.numpy.asarray(IDS)
+    assert (jax.jit(masks.documents)(ids) == masks.documents(ids)).all()
+    compiled = torch.compile(masks.documents, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(torch.tensor(IDS)), masks.documents(torch.tensor(IDS)))
