@@ -6,7 +6,7 @@ While `heedful.integrations.torch.activate` is in force, F.scaled_dot_product_at
 kernels that flash_attn_func runs. The first table has microseconds of the device by direction and
 shape. The second has what the host spends in a call of small tensors: of SDPA, and of the operator
 that it calls. A ratio is torch's call over ours. Gradients of ours are those that autograd records.
-Tensors lie rows before heads, which costs torch's call no copy.
+Tensors are stored with rows before heads, so that torch's call makes no copy.
 """
 
 import statistics

@@ -41,7 +41,7 @@ def attention(
     backend: str | None = None,
     **refused: Any,
 ) -> Any:
-    """`flash_attn_varlen_func` of the plan's whole batch, for this rank's tokens.
+    """`flash_attn_varlen_func` over the plan's whole batch, for the queries of this rank.
 
     A collective: every rank of the plan's group calls it, in the same order, with the same options.
     Nothing compares them, and the host waits for nothing. Differentiable, once.
@@ -56,8 +56,8 @@ def attention(
             them, of documents as a whole.
         window_size: (left, right).
         alibi_slopes: float32 (heads_q,). With strategy "gather" under causal masks alone.
-        sink: float (heads_q,). Its gradient on a rank is of that rank's queries or heads: the sum
-            over ranks is the whole's, as with any other weight.
+        sink: float (heads_q,). Its gradient on a rank comes from that rank's queries or heads; the
+            sum over ranks is the whole gradient, as for any other weight.
         dropout_seed: needed where dropout_p > 0, the same on every rank: the mask is the one that
             the whole batch would have.
         return_lse: also return the log-sum-exp of the scores.
@@ -158,7 +158,7 @@ class _Attention(torch.autograd.Function):
         dout, dlse = grads
         plan, options, saved = ctx.plan, ctx.options, ctx.saved_tensors
         if dout is None:
-            # Ranks go through the same collectives whatever their gradients are.
+            # All ranks must run the same collectives, whatever their gradients are.
             shape = plan.tokens, plan.heads[0], saved[2].shape[-1]
             dout = saved[0].new_zeros(shape)
         if plan.strategy == "heads":

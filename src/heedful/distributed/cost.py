@@ -1,7 +1,7 @@
-"""How long a strategy's forward takes, by a model of few numbers: tiles, rows and two rates.
+"""Estimates the time of a strategy's forward from tiles, rows and two rates.
 
-Rates are those of H100s and H200s that NVLink joins. On other machines times are off, but what
-decides, bytes that nothing hides against bytes that kernels hide, changes little.
+Rates are those of H100s and H200s that NVLink joins. On other machines the times are wrong, but the
+choice hardly changes: it depends on how many bytes are sent while no kernel runs.
 """
 
 from heedful.distributed.layouts import BLOCK, Layout, Mask

@@ -1,4 +1,4 @@
-"""Rows between the ranks of a group: how many go where is known beforehand, so nothing waits for a
+"""Moves rows between the ranks of a group. Counts are known beforehand, so that no rank waits for a
 size."""
 
 import math
@@ -11,13 +11,14 @@ from torch import Tensor
 
 
 class Transfer:
-    """Rows under way. rows: where they arrive; `wait` before they are read."""
+    """Rows that are being received. rows: the tensor into which they arrive; call `wait` before
+    reading it."""
 
     def __init__(self, rows: Tensor, work: Any, kept: Tensor):
         self.rows, self._work, self._kept = rows, work, kept
 
     def wait(self) -> Tensor:
-        """The rows, once they are there: on a GPU the current stream waits, and not the host."""
+        """The rows, after they have arrived: on a GPU the current stream waits, not the host."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -32,7 +33,7 @@ def swap(
     into: Tensor | None = None,
 ) -> Transfer:
     """Begins to send the first sent[0] rows to rank 0, the next sent[1] to rank 1 and so on, and to
-    receive as many as `received` says. into: where to, contiguous."""
+    receive as many as `received` says. into: a contiguous tensor that receives them."""
     if into is None:
         into = rows.new_empty((sum(received), *rows.shape[1:]))
     if dist.get_world_size(group) == 1:

@@ -1,16 +1,17 @@
 """Which tokens of which document each rank holds.
 
-A document is cut at multiples of BLOCK tokens from its start alone: a tile of a kernel then holds
-rows of one piece, and a piece's keys begin where the whole document's tiles do.
+A document is cut only at multiples of BLOCK tokens from its start: a kernel's tile then holds rows
+of one piece, and a piece's keys begin at a tile of the whole document.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-# Rows and keys of a kernel's tile, by which work is counted too.
+# Rows and keys of a kernel's tile, which is also the unit of work.
 BLOCK = 128
-# Documents that `documents` may cut: past some, short pieces cost more tiles than balance saves.
+# The most documents that `documents` may cut: with more, short pieces cost more tiles than balance
+# saves.
 _MOST_CUT = 64
 
 
@@ -29,7 +30,7 @@ class Piece:
 @dataclass(frozen=True)
 class Mask:
     """Which keys of its document a query at position i sees: those from i - left to i + right; None
-    is no bound."""
+    means no bound."""
 
     left: int | None = None
     right: int | None = 0
@@ -78,8 +79,8 @@ class Layout:
         )
 
     def balance(self, mask: Mask) -> float:
-        """Tiles of the whole batch, uncut, over ranks times the tiles of the busiest one: what
-        speed ranks can have at most, over that of as many separate devices."""
+        """The tiles of the uncut batch, divided by the number of ranks and by the tiles of the
+        busiest rank: 1 if the work is even and cuts cost no tiles."""
         whole = sum(mask.tiles(Piece(d, 0, n), n) for d, n in enumerate(self.lengths))
         busiest = max(self.tiles(mask))
         return whole / (len(self.shards) * busiest) if busiest else 1.0
@@ -96,8 +97,8 @@ def zigzag(lengths: Sequence[int], ranks: int, mask: Mask = CAUSAL) -> Layout:
 
 
 def contiguous(lengths: Sequence[int], ranks: int, mask: Mask = CAUSAL) -> Layout:
-    """Each rank holds the next tokens of the batch: what windows, and layers with a state that runs
-    along the sequence, want."""
+    """Rank r holds the r-th part of the batch's tokens, in order. This suits windows, and layers
+    with a state that runs along the sequence."""
     starts = (0, *accumulate(lengths))
     shards: list[list[Piece]] = [[] for _ in range(ranks)]
     cuts = [_cut(starts, starts[-1] * rank // ranks) for rank in range(ranks)] + [starts[-1]]
@@ -110,8 +111,9 @@ def contiguous(lengths: Sequence[int], ranks: int, mask: Mask = CAUSAL) -> Layou
 
 
 def documents(lengths: Sequence[int], ranks: int, mask: Mask = CAUSAL) -> Layout:
-    """The longest documents in zigzag chunks, the others whole, those with most tiles placed first,
-    each on the rank that has least to do. As many are cut as make the busiest rank least busy."""
+    """Cuts the longest documents into zigzag chunks and keeps the others whole. Of these, the ones
+    with most tiles are placed first, each on the rank with the least work. The number of cut
+    documents is the one with which the busiest rank has least work."""
     tiles = [mask.tiles(Piece(d, 0, length), length) for d, length in enumerate(lengths)]
     order = sorted(range(len(lengths)), key=lambda d: (-tiles[d], d))
     load = [0] * ranks
@@ -139,7 +141,7 @@ def _cut_longest(lengths, ranks, mask, order, tiles, cut: int) -> Layout:
     for document, rank in _placed(load, order[cut:], tiles)[1].items():
         if lengths[document]:
             shards[rank].append(Piece(document, 0, lengths[document]))
-    # In the order of the batch: a reader, and whoever looks at positions, expects it.
+    # In the order of the batch, as readers and users of positions expect.
     return Layout(tuple(lengths), tuple(tuple(sorted(s, key=_place)) for s in shards))
 
 
@@ -167,14 +169,14 @@ def _zigzag(document: int, length: int, ranks: int) -> list[list[Piece]]:
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Two pieces that follow each other as one."""
+    """Joins two pieces if the second begins where the first ends."""
     if len(pieces) == 2 and pieces[0].end == pieces[1].begin:
         return [Piece(pieces[0].document, pieces[0].begin, pieces[1].end)]
     return pieces
 
 
 def _cut(starts: Sequence[int], row: int) -> int:
-    """The row nearest to this one at which its document may be cut."""
+    """The nearest row at which the document of this row may be cut."""
     document = max(d for d, start in enumerate(starts[:-1]) if start <= row)
     start, end = starts[document], starts[document + 1]
     return min(end, start + (row - start + BLOCK // 2) // BLOCK * BLOCK)

@@ -83,11 +83,11 @@ class ContextPlan:
         return _unsharded(shard.detach(), self, dim)
 
     def gather(self, shard: Tensor, dim: int = 0) -> Tensor:
-        """`unshard`, differentiable: the gradient of a row is the sum of all ranks'."""
+        """`unshard` with a gradient: that of a row is the sum over all ranks."""
         return _Gather.apply(shard, self, dim)
 
     def scatter(self, whole: Tensor, dim: int = 0) -> Tensor:
-        """`shard`, differentiable: the gradient is put together of all ranks' rows."""
+        """`shard` with a gradient, which is gathered from all ranks' rows."""
         return _Scatter.apply(whole, self, dim)
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
@@ -96,8 +96,8 @@ class ContextPlan:
         return torch.cat([*spans, torch.arange(0)]).to(device)
 
     def shift_labels(self, tokens: Tensor, ignore_index: int = -100) -> Tensor:
-        """The label of each of this rank's rows: the next token of its document, on whatever rank
-        that lies; `ignore_index` at a document's end.
+        """The label of each of this rank's rows: the next token of its document, whatever rank has
+        it; `ignore_index` at a document's end.
 
         Args:
             tokens: integer (total_tokens,), the token ids of the whole batch.
@@ -149,11 +149,11 @@ class ContextPlan:
         return torch.from_numpy(rows_of(self.layout, rank)).to(device)
 
     def rank_order(self, device: torch.device) -> Tensor:
-        """The rows of the batch, those of one rank after those of the other."""
+        """The rows of the batch, ordered by rank."""
         return self._orders(device)[0]
 
     def order(self, device: torch.device) -> Tensor:
-        """For each row of the batch its place in `rank_order`."""
+        """For each row of the batch, its index in `rank_order`."""
         return self._orders(device)[1]
 
     def whole(self, device: torch.device) -> tuple[Tensor, int]:
@@ -194,7 +194,7 @@ def plan(
     strategy: str = "auto",
     options: Mapping[str, Any] | None = None,
 ) -> ContextPlan:
-    """Decides which tokens of a batch each rank of a group holds, and how keys travel.
+    """Decides which tokens of a batch each rank of a group holds, and how keys are exchanged.
 
     A collective: every rank of the group calls it with the same arguments, and each raises if they
     differ. Nothing else compares ranks.
@@ -217,7 +217,7 @@ def plan(
         The plan of this rank.
 
     Raises:
-        ValueError: naming what differs between ranks, or an argument that is no such thing.
+        ValueError: naming what differs between ranks, or a wrong argument.
         TypeError: naming the argument.
     """
     group = _group(group)
@@ -329,7 +329,7 @@ def _digest(fact: Any) -> int:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group's backend takes tensors."""
+    """The device on which the group's backend takes tensors."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Numbers of what each rank sends, receives and computes, made from a layout without processes.
+"""What each rank sends, receives and computes, as numbers made from a layout, without processes.
 
 Rows are numbered in the order in which a rank holds them.
 """
@@ -58,7 +58,7 @@ def gathered(layout: Layout, mask: Mask, rank: int, one_by_one: bool = False) ->
     ]
     present = np.concatenate([rows[rank], *got])
     place = np.full(layout.starts[-1], -1, np.int64)
-    # A rank's own rows win, though nobody sends it these.
+    # A rank's own rows are used as they are; no rank sends it these.
     place[present[::-1]] = np.arange(len(present))[::-1]
     calls = _calls(layout, mask, rank, place, one_by_one)
     most = max(int(need.sum() - need[held].sum()) for need, held in zip(needs, rows, strict=True))

@@ -4,9 +4,9 @@ Products and sums inside a matmul are float32; every intermediate that eager cod
 (scores, probabilities, outputs, their gradients) is rounded to T. Formulas and dimension key are
 the oracle's.
 
-With `far_scores`, for rows whose scores T cannot tell apart or hold, scores are float32 as the
-matmul sums them, and probabilities of a row with a large lse come of its maximum and sum: a float32
-lse of 1e9 has lost the logarithm of the sum.
+`far_scores` is for rows whose scores T cannot distinguish or represent: scores then stay in
+float32, and probabilities of a row with a large lse are computed from its maximum and sum, since a
+float32 lse of 1e9 has lost the logarithm of the sum.
 
 fp8 inputs: T is bfloat16, and probabilities are rounded to e4m3 scaled by that type's maximum.
 Quantised keys and values are dequantised to T first.
@@ -124,7 +124,7 @@ def _sequence_forward(
         if bias_HMN.dtype == torch.bool:
             s_HMN = s_HMN.masked_fill(~bias_HMN, -torch.inf)
         else:
-            # A wider bias makes wider scores, as torch promotes them: T may not hold it.
+            # A wider bias makes wider scores, as torch promotes them: T might not represent it.
             s_HMN = s_HMN + bias_HMN
     on_host = x._replace(tree_mask=as_numpy(x.tree_mask), key_ranges=as_numpy(x.key_ranges))
     visible = oracle.visible(problem, on_host, seq)
@@ -145,7 +145,7 @@ def _sequence_forward(
 
 def _softmax(s_HMN: torch.Tensor, sink: torch.Tensor | None, far: float | None):
     """Probabilities of keys (H, M, N) and of the sink (H, M, 1), 0 without one; lse (H, M). far:
-    from which |lse| on they are made of maximum and sum, if ever."""
+    from this |lse| on probabilities are computed from maximum and sum; None means never."""
     parts = s_HMN
     if sink is not None:
         parts = torch.cat([s_HMN, sink[:, None, None].expand(-1, s_HMN.shape[1], 1)], -1)
@@ -169,12 +169,12 @@ def _drop(problem: AttentionProblem, x: Operands, seq: Sequence, device) -> torc
 
 
 def twin_dtype(stored: torch.dtype) -> torch.dtype:
-    """The T of inputs that are stored so."""
+    """T for inputs of this stored dtype."""
     return torch.bfloat16 if stored in FP8 else stored
 
 
 def as_operand(weights: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
-    """Probabilities as the product with V takes them, where inputs are stored so."""
+    """Probabilities as an operand of the product with V, for inputs of this stored dtype."""
     if stored not in FP8:
         return weights
     top = torch.finfo(stored).max
@@ -229,7 +229,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_group(problem: AttentionProblem, grad_HND: torch.Tensor) -> torch.Tensor:
-    """Gradients of the query heads of each kv head added up: (N, G, dim)."""
+    """The sum of gradients over the query heads of each kv head: (N, G, dim)."""
     _, n, dim = grad_HND.shape
     return grad_HND.reshape(problem.heads_k, problem.group, n, dim).sum(1).transpose(0, 1)
 
