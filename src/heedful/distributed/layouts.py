@@ -111,7 +111,7 @@ def contiguous(lengths: Sequence[int], ranks: int, mask: Mask = CAUSAL) -> Layou
 
 
 def documents(lengths: Sequence[int], ranks: int, mask: Mask = CAUSAL) -> Layout:
-    """Cuts the longest documents into zigzag chunks and keeps the others whole. Of these, the ones
+    """Cuts the longest documents into zigzag chunks and keeps the others whole. Whole documents
     with most tiles are placed first, each on the rank with the least work. The number of cut
     documents is the one with which the busiest rank has least work."""
     tiles = [mask.tiles(Piece(d, 0, length), length) for d, length in enumerate(lengths)]

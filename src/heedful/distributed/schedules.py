@@ -1,4 +1,4 @@
-"""What each rank sends, receives and computes, as numbers made from a layout, without processes.
+"""Numbers of what each rank sends, receives and computes, made from a layout without processes.
 
 Rows are numbered in the order in which a rank holds them.
 """
