@@ -1,12 +1,12 @@
 """Whether two loss curves are the same up to rounding, with the noise measured, not chosen.
 
-Two right attentions round differently, and training blows that up, step by step. How far is
-measured by a control: a run that is right too, but sums in another order (unfused SDPA), starts
-from weights off by one rounding of the dtype, and has every weight moved to a neighbouring float32
-after every step. The rule is that of the gradients in the test-suite: at most three times the
-control's distance, plus the rounding of the losses themselves, in the maximum and as RMS. It holds
-over the first tenth of the steps, the first two tenths, and so on, so that late noise does not
-cover an early fault.
+Two correct attentions round differently, and training amplifies this step by step. A control
+measures how much: a run that is correct, too, but sums in another order (unfused SDPA), starts from
+weights that differ by one rounding of the dtype, and has every weight moved to a neighbouring
+float32 after every step. The rule is that of the gradients in the test-suite: at most three times
+the control's distance, plus the rounding of the losses themselves, in the maximum and as RMS. It
+holds over the first tenth of the steps, the first two tenths, and so on, so that late noise does
+not cover an early fault.
 """
 
 import math

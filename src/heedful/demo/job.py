@@ -47,8 +47,9 @@ def run(
     on_step: Callable[[int, dict[str, Run]], None] = lambda step, runs: None,
     ours: Attend | None = None,
 ) -> Report:
-    """Trains with `ours` (default: heedful), with SDPA, and a control that is as right as SDPA but
-    sums in another order and is off by one rounding: how far it strays is the noise."""
+    """Trains with `ours` (by default heedful), with SDPA, and a control that is as correct as SDPA
+    but sums in another order and differs by one rounding: its distance from SDPA's run is the
+    noise."""
     attentions = {
         OURS: ours or attention.with_heedful(recipe.backend),
         THEIRS: attention.with_sdpa(),

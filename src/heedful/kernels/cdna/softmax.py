@@ -4,9 +4,9 @@ In the transposed 32x32 MFMA layout a row lies in two lanes, 32 apart. A reducti
 within each lane, and then takes one exchange. Sums stay spread over the two lanes until the last
 tile: (M, 2).
 
-Probabilities are exp2(score - base), where each row has a base that lags behind its running
-maximum. A wave jumps over the rescaling of its sums and outputs until one of its rows has risen by
-`slack` since. Rare rescaling is from FlashAttention-4,
+Probabilities are exp2(score - base). A row's base is its reference, which may lag behind the
+running maximum. A wave jumps over the rescale of its sums and outputs until one of its rows has
+risen by `slack`. Rare rescaling is from FlashAttention-4,
 https://github.com/Dao-AILab/flash-attention.
 
 Shapes: M query rows, N key rows, D head dim, L lanes that share a row.
@@ -21,14 +21,14 @@ LOWEST: gl.constexpr = gl.constexpr(-3.0e38)
 
 @gluon.constexpr_function
 def slack(dtype):
-    """How many powers of two probabilities may exceed those of their row's last base."""
+    """How far, in log2, a score may rise above its row's base before a rescale."""
     return 3 if dtype.is_fp8() else 8
 
 
 @gluon.constexpr_function
 def lift(dtype):
-    """The power of two of a row's largest probability on a new base. `dtype` has room for it beyond
-    the slack, so that small probabilities keep their digits."""
+    """The log2 of a row's largest probability after a rescale. `dtype` has room for it beyond the
+    slack, so that small probabilities keep their digits."""
     top = {"fp16": 15, "fp8e4nv": 8, "fp8e4b8": 7}.get(dtype.name, slack(dtype))
     return top - slack(dtype)
 
