@@ -138,6 +138,8 @@ def cached() -> set[str]:
     found = check(portable_cache.append_kv(specs_of(arrays), page_size=4), arrays)
     q = torch.randn(2, 3, 2, 8, generator=draws)
     arrays |= {"q": q, "rotated": torch.full_like(q, torch.nan)}
+    slots = {"slots": torch.tensor([9, -1, 30]), **{n: x[:1] for n, x in new.items()}, **caches}
+    found |= check(portable_cache.append_slots(specs_of(slots)), slots)
     return found | check(portable_cache.update(specs_of(arrays), page_size=4), arrays)
 
 

@@ -48,6 +48,7 @@ from heedful.torch.api.merge import MERGES
 from heedful.torch.base import device
 from heedful.torch.eager import backends, cache_step, execute, zeros
 from heedful.torch.eager.calls import CALLS, KINDS, LATEST
+from heedful.torch.eager.slots import APPENDS, SLOTS
 
 # A machine without kernels of its own vendor's kind: the portable ones are its first choice.
 PORTABLE_GPU = "B200"
@@ -326,7 +327,7 @@ def gpu(
         put(zeros, "unpooled", lambda nbytes, where: _poisoned((nbytes,), torch.uint8, where)())
         if tiles is not None:
             put(configs, "choose", _with_tiles(configs.choose, TileConfig(*tiles)))
-        for known in (CALLS, KINDS, LATEST, MERGES, backends.FAMILIES):
+        for known in (APPENDS, CALLS, KINDS, LATEST, MERGES, SLOTS, backends.FAMILIES):
             known.clear()
             stack.callback(known.clear)
         yield machine

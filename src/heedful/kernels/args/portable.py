@@ -149,6 +149,13 @@ class AppendIO(NamedTuple):
     seqused: Out[Ptr]
 
 
+class Slots(NamedTuple):
+    """Where new tokens go in a cache of pages. ptr: (S,), page_size * page + row of the page."""
+
+    ptr: In[Ptr]
+    page_size: Num
+
+
 class GroupScale(NamedTuple):
     """A scale of each group of dims, (.., rows, G, groups), as Descale has it, to be written."""
 

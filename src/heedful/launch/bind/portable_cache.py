@@ -15,6 +15,7 @@ from heedful.kernels.args.portable import (
     Quantization,
     RotateIO,
     RowTiles,
+    Slots,
 )
 from heedful.launch.bind import groups
 from heedful.launch.bind.groups import Buffers, scalars, stored_keys
@@ -40,6 +41,25 @@ def append_kv(
         (programs, 1, 1),
         config,
         rotary=groups.rotary(buffers, interleaved, position0),
+        **parameters,
+    )
+    return Program((call,))
+
+
+def append_slots(buffers: Buffers) -> Program:
+    """Writes k_new and v_new (1, S, G, dim) into the pages k and v (pages, page_size, G, dim), in
+    place: each token into its slot, page_size * page + row. Tokens of slots that no page has are
+    dropped.
+
+    buffers: k_new, v_new, k, v, slots (S,); k_descale and v_descale (1, G) if the call has them.
+    """
+    config, programs, parameters = _appended(buffers, 0)
+    del parameters["capacity"]  # of a sequence
+    call = kernel_call(
+        "cache.update.append_slots",
+        (programs, 1, 1),
+        config,
+        slots=Slots(groups.pointer(buffers, "slots"), Scalar(buffers["k"].shape[1])),
         **parameters,
     )
     return Program((call,))

@@ -43,14 +43,14 @@ def update_cache(
         position = start + update.position0 if update.position0 else start
         k = rotate(k, cos, sin, position, interleaved)
         x = x._replace(q=rotate(x.q, cos, sin, position, interleaved, advance))
-    k, k_scales = _stored(x.k, k, x.k_descale, x.k_shift)
-    v, v_scales = _stored(x.v, v, x.v_descale, x.v_shift)
+    k, k_scales = stored(x.k, k, x.k_descale, x.k_shift)
+    v, v_scales = stored(x.v, v, x.v_descale, x.v_shift)
     scales = [*k_scales, *v_scales]
     append_kv(x.k, x.v, k, v, start, x.kv_batch_idx, x.block_table, sees_values, scales)
     return x
 
 
-def _stored(
+def stored(
     cache: Tensor, new: Tensor, scale: Tensor | None, shift: Tensor | None
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """The numbers that a cache stores for new values (B, S, G, dim); and, with groups, the arrays

@@ -1,6 +1,7 @@
 """Updates a KV cache before attention: appends new keys and values, and applies rotary embeddings.
 
-The kernels are `append_keys` and `append_and_rotate`, launched by `launch/bind/portable_cache.py`.
+The kernels are `append_keys`, `append_and_rotate` and `append_slots`, launched by
+`launch/bind/portable_cache.py`.
 Each program has one tile of rows of one head. Decodes call `append_rows` in their own kernels.
 
 Shapes: B batch, S new tokens, G KV heads, N rows of a tile, D qk dim, E v dim.
@@ -19,6 +20,7 @@ from heedful.kernels.args.portable import (
     Rotary,
     RotateIO,
     RowTiles,
+    Slots,
 )
 from heedful.kernels.args.shared import Descale, KVLayout
 from heedful.kernels.common.rows import load_rows, row_base, store_rows, wide
@@ -93,6 +95,34 @@ def tile_of(task, tiles: RowTiles, ROWS: tl.constexpr):
 
 
 @triton.jit
+def store_new(
+    k_ND,
+    v_NE,
+    places,
+    io: AppendIO,
+    quantization: Quantization,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+):
+    """Stores a tile of new keys and values in the caches, as these store values. places: as
+    `quantized` has them."""
+    entry_N, row_N, exists_N, _, g = places
+    k = io.k.ptr + g * io.k.stride_h
+    v = io.v.ptr + g * io.v.stride_h
+    BYTES_D: tl.constexpr = stored_dims(DIM, quantization.STORAGE)
+    BYTES_E: tl.constexpr = stored_dims(DIM_V, quantization.STORAGE)
+    if quantization.STORAGE is not None:
+        # Keys are rounded to their own dtype, as if they had been rotated before the call.
+        k_ND = k_ND.to(io.k_new.ptr.dtype.element_ty)
+        k_ND = quantized(k_ND, k, io.k_descale, quantization.k_groups, places, quantization, DIM)
+        v_NE = quantized(v_NE, v, io.v_descale, quantization.v_groups, places, quantization, DIM_V)
+    k_offsets_N = entry_N * io.k.stride_b + row_N * io.k.stride_n
+    v_offsets_N = entry_N * io.v.stride_b + row_N * io.v.stride_n
+    scatter_rows(k, k_ND, k_offsets_N, exists_N, BYTES_D)
+    scatter_rows(v, v_NE, v_offsets_N, exists_N, BYTES_E)
+
+
+@triton.jit
 def append_rows(row0, low, high, b, g, append: CacheAppend, count, cache: KVLayout):
     """Copies rows [row0, row0 + ROWS) of k_new (B, S, G, D) and of v_new (B, S, G, E) into the
     caches, after the first cache_seqlens (B,) rows of each sequence. Keys are rotated if there are
@@ -131,37 +161,8 @@ def append_rows(row0, low, high, b, g, append: CacheAppend, count, cache: KVLayo
     else:
         entry_N += b
     exists_N &= (entry_N >= 0) & (entry_N < cache.entries)
-    row_N = wide(place_N)
-    k = append.io.k.ptr + g * append.io.k.stride_h
-    v = append.io.v.ptr + g * append.io.v.stride_h
-    BYTES_D: tl.constexpr = stored_dims(DIM, append.quantization.STORAGE)
-    BYTES_E: tl.constexpr = stored_dims(DIM_V, append.quantization.STORAGE)
-    if append.quantization.STORAGE is not None:
-        places = entry_N, row_N, exists_N, b, g
-        # Keys are rounded to their own dtype, as if they had been rotated before the call.
-        k_ND = k_ND.to(append.io.k_new.ptr.dtype.element_ty)
-        k_ND = quantized(
-            k_ND,
-            k,
-            append.io.k_descale,
-            append.quantization.k_groups,
-            places,
-            append.quantization,
-            DIM,
-        )
-        v_NE = quantized(
-            v_NE,
-            v,
-            append.io.v_descale,
-            append.quantization.v_groups,
-            places,
-            append.quantization,
-            DIM_V,
-        )
-    k_offsets_N = entry_N * append.io.k.stride_b + row_N * append.io.k.stride_n
-    v_offsets_N = entry_N * append.io.v.stride_b + row_N * append.io.v.stride_n
-    scatter_rows(k, k_ND, k_offsets_N, exists_N, BYTES_D)
-    scatter_rows(v, v_NE, v_offsets_N, exists_N, BYTES_E)
+    places = entry_N, wide(place_N), exists_N, b, g
+    store_new(k_ND, v_NE, places, append.io, append.quantization, DIM, DIM_V)
 
 
 @triton.jit
@@ -236,3 +237,31 @@ def append_and_rotate(
         )
     else:
         rotate_tile(task - appends, queries, query_tiles, rotary, advance, tile)
+
+
+@triton.jit
+def append_slots(
+    new: AppendIO,
+    slots: Slots,
+    new_tiles: RowTiles,
+    cache: KVLayout,
+    quantization: Quantization,
+    tile: CacheTile,
+):
+    """Each program stores a tile of new tokens (1, S, G, dim) of one KV head in their slots of a
+    cache of pages. Tokens of a negative slot, or of one that no page has, are dropped."""
+    DIM: tl.constexpr = tile.HEAD_DIM
+    DIM_V: tl.constexpr = tile.HEAD_DIM_V
+    ROWS: tl.constexpr = tile.BLOCK_N
+    row0, b, g = tile_of(tl.program_id(0), new_tiles, ROWS)
+    count, size = new_tiles.seqlen, wide(slots.page_size)
+    k_new = row_base(new.k_new, b, g, 0)
+    v_new = row_base(new.v_new, b, g, 0)
+    k_ND = load_rows(k_new, new.k_new.stride_n, row0, count, DIM, ROWS, tile.BLOCK_D, True)
+    v_NE = load_rows(v_new, new.v_new.stride_n, row0, count, DIM_V, ROWS, tile.BLOCK_E, True)
+    rows_N = row0 + tl.arange(0, ROWS)
+    slot_N = tl.load(slots.ptr + rows_N, mask=rows_N < count, other=-1)
+    exists_N = (slot_N >= 0) & (slot_N < size * cache.entries)
+    slot_N = tl.maximum(slot_N, 0)
+    places = wide(slot_N // size), wide(slot_N % size), exists_N, b, g
+    store_new(k_ND, v_NE, places, new, quantization, DIM, DIM_V)
