@@ -9,13 +9,14 @@ import pytest
 
 from heedful import integrations
 
-FRAMEWORKS = ("transformers", "diffusers")
+FRAMEWORKS = ("transformers", "diffusers", "vllm")
 
 
 def test_nothing_is_imported_until_asked():
     code = (
         "import sys, heedful, heedful.integrations as i; found = i.installed(); "
-        "print(*(name for name in ('torch', 'transformers', 'diffusers') if name in sys.modules))"
+        "names = 'torch', 'transformers', 'diffusers', 'vllm'; "
+        "print(*(name for name in names if name in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []

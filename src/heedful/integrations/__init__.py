@@ -14,6 +14,7 @@ TESTED = {
     "torch": ("{}.{}".format(*tools.TESTED["torch"][0]), "{}.{}".format(*tools.TESTED["torch"][1])),
     "transformers": ("5.17", "5.24"),
     "diffusers": ("0.42", "0.42"),
+    "vllm": ("0.33", "0.33"),
 }
 # For each framework, how a program makes it run heedful, and how it asks whether it does.
 CALLS = dict.fromkeys(TESTED, ("register", "is_registered")) | {"torch": ("activate", "is_active")}

@@ -1,0 +1,1 @@
+"""`heedful.integrations.vllm`, beside a stand-in for vLLM."""
