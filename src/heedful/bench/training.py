@@ -3,9 +3,10 @@
     python -m heedful.bench.training [STEPS [SEED ...]]
 
 A GPT of 12 layers learns the text of `heedful demo` from the same weights with each attention, one
-step each in turn. Times are of whole steps: the host's part, all layers and the optimizer are in
-them. How far SDPA's FlashAttention-2 strays from its cuDNN measures the noise of the losses, which
-differs from seed to seed: several seeds are trained one after the other and put together.
+step each in turn. Times are those of whole steps, with the host's part, all layers and the
+optimizer. The distance between the losses of SDPA's FlashAttention-2 and of its cuDNN measures the
+noise. It differs from seed to seed: several seeds are trained one after the other, and their
+results combined.
 """
 
 import math
@@ -40,8 +41,8 @@ class Ratio(NamedTuple):
 
 
 def ratio(theirs: Sequence[float], ours: Sequence[float]) -> Ratio:
-    """How much faster `ours` is, from seconds of steps taken in turn. Raises ValueError where there
-    are fewer steps than rounds."""
+    """The speed of `ours` over that of `theirs`, from seconds of steps taken in turn. Raises
+    ValueError where there are fewer steps than rounds."""
     least, counts = WARM_UP + ROUNDS, (len(theirs), len(ours))
     if min(counts) < least or len(set(counts)) > 1:
         raise ValueError(f"want as many steps of both, at least {least}; got {counts}")

@@ -93,7 +93,7 @@ def as_data(decision: Plan) -> dict:
 
 
 def _programs(decision: Plan) -> dict[str, Program]:
-    """By direction what a plan launches; those without kernels left out."""
+    """The programs of a plan by direction, without directions that launch no kernels."""
     chosen = {"forward": decision.backend, "backward": decision.backward}
     return {
         direction: program(decision, direction)

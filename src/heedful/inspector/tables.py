@@ -12,7 +12,7 @@ from heedful.inspector.nvidia import NvidiaInspection, Sass
 
 _LOOP_ROWS = ("mfma", "mfma_slots", "valu", "valu_slots", "exp", "salu", "lds", "lds_bytes")
 _LOOP_ROWS += ("lds_slots", "vmem", "vmem_bytes", "dma", "transposed", "waits", "nops")
-# These say something about the loop as such, however many tiles one turn works off.
+# These figures are for the loop itself, whatever the number of tiles of an iteration.
 _LOOP_FACTS = ("barriers", "drains", "spills")
 
 

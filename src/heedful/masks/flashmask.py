@@ -1,4 +1,4 @@
-"""FlashMask's column ranges (Wang et al. 2024) as ranges of rows, where they are such."""
+"""Converts FlashMask's column ranges (Wang et al. 2024) to ranges of rows, where these exist."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Masks of which each row is one range of keys, or two."""
+"""Masks in which each row sees one range of keys, or two."""
 
 from typing import Any
 

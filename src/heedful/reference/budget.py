@@ -3,8 +3,8 @@
 
 The twin's own error sets the scale: the largest over DRAWS draws of the case's values. One draw
 would not do: the largest of a few thousand rounding errors varies more than twofold by itself, so
-that an honest kernel would fail one time in a hundred. Draws are made only as long as a result is
-outside its budget, which comes to the same, because a budget only grows with them.
+that an honest kernel would fail one time in a hundred. More draws are made only while a result is
+outside its budget. The verdict is the same, because a budget only grows with them.
 """
 
 from collections.abc import Iterable
@@ -134,7 +134,7 @@ class Judgement:
 def judge(
     got: Results, want: Results, dtype: str, draws: Iterable[dict[str, Error]]
 ) -> dict[str, Judgement]:
-    """Every result that there is to be, by name.
+    """The judgement of each expected result, by name.
 
     dtype: of the output. draws: the twin's errors by result, the worst so far, draw by draw.
     """
@@ -168,8 +168,7 @@ def oracle_results(problem: AttentionProblem, x: Operands, dout=None, dlse=None)
 def twin_results(
     problem: AttentionProblem, x: Operands, dout=None, dlse=None, far_scores: bool = False
 ) -> Results:
-    """The results of eager PyTorch, on the tensors' own device. far_scores: see
-    `reference.eager`."""
+    """The results of eager PyTorch, on the tensors' device. far_scores: see `reference.eager`."""
     results = eager.forward(problem, x, far_scores)
     if dout is not None:
         results += eager.backward(problem, x, dout, dlse, far_scores)

@@ -76,10 +76,10 @@ def extent(spec: ArraySpec) -> int:
 
 
 def may_share(one: ArraySpec, other: ArraySpec, apart: int) -> bool:
-    """Whether two arrays may have bytes in common; False only if they have none. apart: bytes from
-    the start of one to that of the other. If one array lies in the gaps of the other (keys and
-    values in one cache, columns of one matrix), both have rows at the same steps: modulo such a
-    step, each is one interval of bytes.
+    """Whether two arrays may have bytes in common; False only if they certainly have none. apart:
+    bytes from the start of one to that of the other. If one array lies in the gaps of the other
+    (keys and values in one cache, columns of one matrix), both have rows at the same steps: modulo
+    such a step, each is one interval of bytes.
     """
     if not -extent(other) < apart < extent(one):
         return False
