@@ -150,8 +150,8 @@ def spent(run: Run, calls: int, device: torch.device) -> Spent:
 
 
 def calls_a_turn(case: Case, device: torch.device) -> int:
-    """How many calls one program makes. A turn is short: a device at its power limit slows down
-    within it, and whoever comes next would pay."""
+    """How many calls one program makes. A turn is short: in a long one a device at its power limit
+    slows down, and the next peer would be timed on it."""
     alone = in_torch(case, [draw(case, device)])
     seconds = min(microseconds(alone.run, 1) for _ in range(3)) * 1e-6
     return max(1, min(MOST_CALLS, int(ROUND_SECONDS / seconds)))
@@ -190,8 +190,8 @@ class Trial(protocol.Timed[Case, list[Inputs]]):
         call.run()
 
     def order(self, number: int) -> tuple[str, ...]:
-        """Whoever comes later finds a warmer device, the more the more those before him took: each
-        is after each other, in as many rounds as there are orders."""
+        """A later peer finds a warmer device. So each peer follows each other one equally often, in
+        as many rounds as there are orders."""
         orders = [*permutations(self.calls)]
         return orders[number % len(orders)]
 

@@ -407,8 +407,8 @@ def defaults(case: Case, device: torch.device) -> list[Peer]:
 
 
 def find(name: str) -> Peer:
-    """A peer by name; heedful:BACKEND is heedful with that backend forced, in words of
-    `by_hand.forced`. Raises ValueError."""
+    """A peer by name; heedful:BACKEND is heedful with that backend, in the form that
+    `by_hand.forced` reads. Raises ValueError."""
     if name in PEERS:
         return PEERS[name]
     if name.startswith("heedful:"):

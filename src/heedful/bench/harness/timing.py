@@ -45,8 +45,8 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Microseconds of one call of each, a figure per round: the median of that round's calls.
 
-    inspect: is given, after each turn, the name of whose it was and what one of its timed calls
-    returned, drawn anew each time. most_calls: of each in a round.
+    inspect: called after each turn with the peer's name and the result of one of its timed calls,
+    drawn at random each time. most_calls: of each in a round.
     """
     _check_rounds(rounds)
     clock = clock_of(device)

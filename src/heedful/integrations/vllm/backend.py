@@ -31,13 +31,13 @@ from heedful.torch.eager.slots import append_slots
 DTYPES = [torch.float16, torch.bfloat16]
 CACHE_DTYPES = ["auto", *STORED]
 _LARGEST_HEAD = 512
-# Lengths of keys are rounded up to multiples of this: a bound that moves with each token would have
-# calls bound anew.
+# Upper bounds of lengths of keys are rounded up to multiples of this: a bound that changed with
+# each token would make each call a new one.
 _BOUND = 256
 
 
 class HeedfulBackend(AttentionBackend):
-    """Answers to what vLLM asks before it makes a layer: it refuses to where something is not
+    """Answers vLLM's questions before it makes a layer, which it refuses where something is not
     served."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = DTYPES
@@ -103,7 +103,7 @@ class HeedfulBackend(AttentionBackend):
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        """The planner's reason why not."""
+        """The planner's reason against the layer, if there is one."""
         facts = head_size, head_size, dtype, kv_cache_dtype, block_size, has_sink
         return why_not(*facts, device_capability, latent=False)
 
@@ -114,7 +114,7 @@ _SERVED = (AttentionType.DECODER, AttentionType.ENCODER_DECODER, *_ENCODERS)
 
 @dataclass
 class HeedfulMetadata(AttentionMetadata):
-    """A batch. Tensors are those of vLLM's runner, which graphs read anew at each replay.
+    """A batch. Tensors are those of vLLM's runner; a graph reads them at each replay.
 
     query_start_loc: int32 (sequences + 1,). seq_lens: int32 (sequences,), new tokens included.
     block_table: int32 (sequences, pages). max_query_len, max_seq_len: bounds of the lengths.
@@ -259,9 +259,9 @@ class HeedfulImpl(AttentionImpl[HeedfulMetadata]):
             layer: has `_k_scale` and `_v_scale`, float32 () or (num_kv_heads,).
             query: (tokens, num_heads, head_size), perhaps with padding after the batch's tokens.
             key, value: (tokens, num_kv_heads, head_size), which an encoder alone reads.
-            kv_cache: (pages, num_kv_heads, page_size, 2 * head_size), of any strides whose last is
-                1: keys, then values, which are read where they lie.
-            attn_metadata: None in vLLM's profiling runs, which want zeros.
+            kv_cache: (pages, num_kv_heads, page_size, 2 * head_size), with any strides, the last of
+                which is 1: keys, then values; both are read in place.
+            attn_metadata: None in vLLM's profiling runs, whose results are zeros.
             output: as query; written in place.
 
         Returns:

@@ -35,7 +35,7 @@ _ROTARY = 64  # The columns of a latent vector that are key alone.
 
 
 class HeedfulMLABackend(MLACommonBackend):
-    """Answers to what vLLM asks before it makes a layer of latent attention."""
+    """Answers vLLM's questions before it makes a layer of latent attention."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = DTYPES
     supported_kv_cache_dtypes: ClassVar[list[Any]] = CACHE_DTYPES
@@ -79,7 +79,7 @@ class HeedfulMLABackend(MLACommonBackend):
 
 
 class HeedfulMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
-    """vLLM's, of decodes whose sequences have as many queries each."""
+    """vLLM's builder, for decodes whose sequences have equal numbers of queries."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
@@ -237,8 +237,8 @@ class HeedfulMLAPrefill(MLAPrefillBackend):
     def run_prefill_context_chunk(
         self, chunk: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attention of new tokens over a piece of what came before them, all of which they see.
-        Returns (out, lse)."""
+        """Attention of new tokens over a chunk of earlier keys, all of which they see. Returns
+        (out, lse)."""
         count(("latent context",))
         lengths = chunk.query_start_loc, chunk.cu_seq_lens, chunk.max_query_len, chunk.max_seq_len
         how = {"softmax_scale": self.scale, "return_lse": True, "out": out}

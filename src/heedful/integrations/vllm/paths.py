@@ -1,4 +1,4 @@
-"""Counts of what the layers of this process ran, for whoever wants to know."""
+"""Counts how the layers of this process were run."""
 
 from collections import Counter
 

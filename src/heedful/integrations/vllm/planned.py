@@ -1,4 +1,4 @@
-"""Reasons why not, which heedful's planner gives for the calls that a layer of vLLM would make."""
+"""The reasons of heedful's planner against calls that a layer of vLLM would make."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from heedful.core.call.describe import describe
 from heedful.core.planning.plan import plan
 from heedful.torch.base.arrays import dtype_name
 
-# The dtypes that names of cache dtypes stand for; that of the model has the name "auto".
+# The dtypes of vLLM's names of cache dtypes; "auto" means the model's.
 E4M3 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
 STORED = {"float16": torch.float16, "bfloat16": torch.bfloat16, **E4M3}
 _PAGES, _SEQUENCES, _QUERIES = 64, 4, 2
@@ -28,7 +28,7 @@ def why_not(
     latent: bool,
 ) -> str | None:
     """Why a layer cannot run: what the call says of its arguments, or the planner of a device of
-    this capability. None where it can. A device that the planner has no figures of is not asked.
+    this capability. None where it can. A device that the planner does not know is not planned for.
 
     latent: whether the values lie in the keys.
     """

@@ -18,7 +18,7 @@ _PREFILL = f"{_PACKAGE}.mla.HeedfulMLAPrefill"
 
 def register() -> None:
     """Makes vLLM know heedful. It calls this in each of its processes, by the entry point
-    `vllm.general_plugins`. Twice is once.
+    `vllm.general_plugins`. A second call does nothing.
 
     Backends get the names HEEDFUL and HEEDFULMLA, the prefill of latent attention the name
     HEEDFUL. In both registries HEEDFUL is CUSTOM too, unless another plug-in has that name.

@@ -1,4 +1,4 @@
-"""One sequence of a call in tiles, for the tiled backend: what forward and backward both need.
+"""One sequence of a call in tiles: the code that the tiled forward and backward share.
 
 Everything that a length decides is traced. G KV heads, R query heads of each, M query rows of a
 tile, N keys of a tile, D qk dim, E v dim; tiles of queries are (G, R, M, .).
@@ -80,11 +80,13 @@ class Sequence:
         return first + jnp.arange(count, dtype=jnp.int32)
 
     def query_tokens(self, rows: Array, tokens: int) -> Array:
-        """Where queries lie in storage; `tokens`, which is nowhere, for those past the end."""
+        """The storage tokens of queries; for those past the end `tokens`, an index that does not
+        exist."""
         return jnp.where(rows < self.len_q, self.q_begin + rows, tokens)
 
     def key_tokens(self, cols: Array, tokens: int) -> Array:
-        """Where keys lie in storage; `tokens`, which is nowhere, for those past the end."""
+        """The storage tokens of keys; for those past the end `tokens`, an index that does not
+        exist."""
         x, where = self.x, self.k_begin + cols
         if x.block_table is not None:
             size = self.problem.page_size
@@ -123,7 +125,7 @@ class Sequence:
         return begin // tile, jnp.maximum(begin // tile, (end + tile - 1) // tile)
 
     def load_rows(self, tensor: Array, rows: Array) -> Array:
-        """Rows of a tensor laid out as q, in float32, 0 past the end: (G, R, M, dim)."""
+        """Rows of a tensor with q's layout, in float32, 0 past the end: (G, R, M, dim)."""
         p, flat = self.problem, tensor.reshape(-1, *tensor.shape[-2:])
         tile = _taken(flat, self.query_tokens(rows, flat.shape[0])).astype(jnp.float32)
         tile = tile.reshape(rows.shape[0], p.heads_k, p.group, tensor.shape[-1])
@@ -165,9 +167,8 @@ class Sequence:
         return _taken(flat, self.key_tokens(cols, flat.shape[0]))
 
     def scores(self, rows: Array, cols: Array, q: Array, k: Array) -> tuple[Array, Array | None]:
-        """Scores (G, R, M, N), -inf where hidden, and with softcap tanh's own tile.
-
-        q: times its descale, not yet times the scale.
+        """Scores (G, R, M, N), -inf where hidden, and with softcap the tile of tanh. q: multiplied
+        by its descale, but not by the scale.
         """
         p, x = self.problem, self.x
         s = product("grmd,gnd->grmn", q, k) * p.scale

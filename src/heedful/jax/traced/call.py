@@ -68,7 +68,7 @@ def _checked(
     x: Operands, options: Options, seed: Any, grad: tuple[bool, bool] = (False, False)
 ) -> tuple[AttentionProblem, Operands, Options, Array | None]:
     """The problem of a call, its adapted arrays, its options and a traced dropout_origin. grad: as
-    of AttentionCall. Raises TypeError or ValueError."""
+    in AttentionCall. Raises TypeError or ValueError."""
     origin, words = origin_words(options.dropout_origin)
     options = plain_options(options._replace(dropout_origin=origin))
     seed = None if seed is None else seed_words(seed)
@@ -134,7 +134,7 @@ def specs_of(x: Operands) -> Operands:
 def check_call(
     x: Operands, options: Options, seed: Array | None, grad: tuple[bool, bool] = (False, False)
 ) -> AttentionProblem:
-    """The problem of a call. grad: as of AttentionCall. Raises TypeError or ValueError."""
+    """The problem of a call. grad: as in AttentionCall. Raises TypeError or ValueError."""
     return describe(AttentionCall(specs_of(x._replace(seed=seed)), options, *grad))
 
 

@@ -1,8 +1,6 @@
-"""The two primitives of attention, forward and backward: what they are of, how they batch, and what
-they become on each platform.
-
-Operands are arrays as `heedful.core.call.operands` has them, but that dims which repeat have size
-1, and that a seed is uint32 (2,).
+"""The two primitives of attention, forward and backward: their arrays, how they batch, and how they
+are lowered on each platform. Operands are arrays as in `heedful.core.call.operands`, but broadcast
+dims have size 1, and a seed is uint32 (2,).
 """
 
 from dataclasses import replace
@@ -70,16 +68,16 @@ def problem(static: Static, arrays) -> AttentionProblem:
 
 
 def forward(x: Operands, origin: Array | None, asked: Static) -> tuple:
-    """out; lse where somebody wants it, and its rest; probs where the options ask. asked: without
-    names."""
+    """out; lse if the caller or the backward needs it, with its rest if it is kept; probs if the
+    options ask. asked: without names."""
     given = _given(x, origin)
     static = asked._replace(names=tuple(given))
     return tuple(forward_p.bind(*given.values(), static=static))
 
 
 def backward(x: Operands, origin: Array | None, out, lse, dout, dlse, asked: Static) -> Gradients:
-    """Gradients of the operands for the cotangents of out and lse; dlse may be None. asked: as of
-    the forward."""
+    """Gradients of the operands from those of out and lse; dlse may be None. asked: as in
+    `forward`."""
     given = _given(x, origin)
     saved = zip(SAVED, (out, lse, dout, dlse), strict=True)
     given |= {name: array for name, array in saved if array is not None}

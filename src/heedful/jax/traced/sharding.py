@@ -1,7 +1,6 @@
-"""Attention over several devices: each computes the batch entries and the heads that it has.
-
-Under shard_map the caller says who has what. Under jit with sharded inputs a partitioning rule
-does: batch and KV heads may be spread, all else is gathered.
+"""Attention over several devices: each computes its batch entries and heads. Under shard_map the
+caller says which these are. Under jit with sharded inputs a partitioning rule does: batch and KV
+heads may be spread, other dims are gathered.
 """
 
 from collections.abc import Callable
@@ -29,7 +28,8 @@ def varies_over(array: Any) -> frozenset[str]:
 
 
 def alike(tree: Any) -> Any:
-    """Arrays that all vary over the axes that any of them does, as a primitive wants them."""
+    """The arrays, made to vary over all axes over which any of them varies, as a primitive
+    requires."""
     axes = frozenset().union(*map(varies_over, jax.tree.leaves(tree)))
     if not axes:
         return tree
@@ -51,7 +51,7 @@ def varying_like(made: Any, types) -> Any:
 
 
 def unvaried(context: Any) -> Any:
-    """A lowering context whose operands vary over no axis: what is lowered is one device's part."""
+    """A lowering context whose operands vary over no axis, for one device's part."""
     plain = [ShapedArray(a.shape, a.dtype) for a in context.avals_in]
     results = [ShapedArray(a.shape, a.dtype) for a in context.avals_out]
     return context.replace(avals_in=plain, avals_out=results)
@@ -63,7 +63,7 @@ def on_one_device():
 
 
 def is_spread(context: Any) -> bool:
-    """Whether what is lowered is for several devices that XLA shares the work among."""
+    """Whether the lowered program is for several devices, among which XLA divides the work."""
     axes = context.module_context.axis_context
     if hasattr(axes, "manual_axes"):
         return set(axes.manual_axes) != set(axes.mesh.axis_names)
@@ -88,7 +88,7 @@ class Layout:
         return GROUPED if self.group > 1 else HEADS
 
     def labels(self, name: str, shape: tuple[int, ...]) -> list[str]:
-        """One for each dim; "" for one that has no say."""
+        """A label for each dim; "" for one that may not be spread."""
         own = self._labels(name, len(shape))
         whole = {HEADS: self.heads_k, GROUPED: self.heads_k * self.group}
         # A dim of 1 is repeated, and stays where it is.
@@ -219,7 +219,7 @@ class Rule:
         return mesh, part, self._infer(mesh, arg_shapes, result_shapes), given
 
     def _summed(self, name: str, shape, array: Array, axes: dict[str, Any]) -> Array:
-        """Gradients of what several devices have are sums over those."""
+        """Sums gradients of replicated arrays over the devices."""
         if name not in ("dbias", "dsink"):
             return array
         labels = self.layout.labels(name, shape)

@@ -243,7 +243,7 @@ class ProgramKind:
         return BoundProgram(kind, numbers).run
 
     def run(self, numbers: Sequence[int | float], addresses: Sequence[int], stream: int) -> None:
-        """Launches all kernels and keeps nothing, for numbers that come but once."""
+        """Launches all kernels and keeps nothing, for numbers that come only once."""
         for kernel in self._kernels:
             kernel.run(numbers, addresses, stream)
 

@@ -28,8 +28,9 @@ def part_columns(columns, part):
 
 @gluon.constexpr_function
 def share_columns(columns, block_m, share):
-    """Columns of a share of a query tile's dQ. There are two shares. With 64 queries they are parts
-    or halves of the columns; with 128 queries they are halves of the rows."""
+    """Columns of a share of a query tile's dQ, which is computed in two shares of about half each.
+    With 64 queries they are parts or halves of the columns; with 128 queries they are halves of the
+    rows."""
     if block_m > 64:
         return columns
     return columns // 2 if part_count(columns) == 1 else part_columns(columns, share)

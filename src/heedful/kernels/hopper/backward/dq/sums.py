@@ -1,10 +1,10 @@
 """Adds shares of dQ to float32 sums in global memory, in the order in which registers hold them.
 
-A share of a query tile's dQ is a product of 64 rows. Each thread stores four of its numbers at a
-time, 16 bytes, next to those of its neighbours. A separate warp adds the share to global memory as
-one block (cp.reduce.async.bulk). So a block of dq_accum, one query tile of one head, has this
-order, from the outermost: share, columns by eight, warp, row of eight, columns by two, first or
-second eight rows, column. epilogue.py converts it to rows.
+A share (one of two, about half) of a query tile's dQ is a product of 64 rows. Each thread stores
+four of its numbers at a time, 16 bytes, next to those of its neighbours. A separate warp adds the
+share to global memory as one block (cp.reduce.async.bulk). So a block of dq_accum, one query tile
+of one head, has this order, from the outermost: share, columns by eight, warp, row of eight,
+columns by two, first or second eight rows, column. epilogue.py converts it to rows.
 """
 
 from triton.experimental import gluon
