@@ -137,6 +137,19 @@ def test_gradients_are_calls_whose_arrays_come_from_xla(monkeypatch):
     assert "output_operand_alias" in text
 
 
+def test_masks_of_ranges_are_found_by_a_kernel_before_the_forward(monkeypatch):
+    def loss(q, k, v, ranges):
+        return flash_attn_func(q, k, v, causal=True, key_ranges=ranges).astype(jnp.float32).sum()
+
+    types = (*QKV, shaped(1, 1, QKV[0].shape[1], 2, dtype=jnp.int32))
+    assert [call.name for call in calls(loss, *types, monkeypatch=monkeypatch)] == [
+        "key_hulls",
+        "forward",
+    ]
+    names = [c.name for c in calls(jax.grad(loss, (0, 1, 2)), *types, monkeypatch=monkeypatch)]
+    assert names == ["key_hulls", "forward", "query_gradients", "key_gradients"]
+
+
 def test_both_kernels_of_a_mixed_batch_write_one_result(monkeypatch):
     """Each its own rows: the second is given what the first made. So what the forward reads is
     there when the decode begins, beside which it may run."""
