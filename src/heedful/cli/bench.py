@@ -91,7 +91,7 @@ def _check_base(base: str | None, chosen: list[Case], named: "list[Peer] | None"
 
 
 def _compile_first(chosen: list[Case], named: "list[Peer] | None", where, jobs: int) -> None:
-    """heedful's kernels of all cases, as they or the peers' names choose them, into the cache."""
+    """Compiles heedful's kernels of all cases and peers into the cache."""
     from heedful.bench.harness.peers import chosen_by, defaults
     from heedful.launch.prebuild import compile_all, kernels
     from heedful.launch.record import Entry

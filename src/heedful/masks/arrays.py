@@ -30,14 +30,15 @@ def int32(xp: Any, array: Any) -> Any:
 
 
 def running_max(xp: Any, array: Any) -> Any:
-    """The maximum of what came so far, along the last dim."""
+    """The running maximum along the last dim."""
     if is_torch(xp):
         return xp.cummax(array, -1).values
     return importlib.import_module("jax.lax").cummax(array, array.ndim - 1)
 
 
 def shape_of(name: str, array: Any, words: str) -> tuple[int, ...]:
-    """The shape of an array of as many dims as the words have. Raises ValueError."""
+    """The shape of an array. words: names of its dims. Raises ValueError for another number of
+    dims."""
     if len(array.shape) != words.count(",") + 1:
         raise ValueError(f"{name} must be {words}, got shape {tuple(array.shape)}")
     return tuple(array.shape)

@@ -16,7 +16,7 @@ from heedful.bench.harness.timing import Spread
 
 C = TypeVar("C")
 T = TypeVar("T")
-# Gives what is timed, mostly a callable, or the reason why the peer has none.
+# Returns what is timed, usually a callable, or the reason why the peer has none.
 Maker = Callable[[], Any]
 Times = dict[str, list[float]]
 
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 
 def lines(row: Row, more: Callable[[Spread], str] = lambda time: "") -> Iterator[str]:
-    """The figures of a row, with more to say of each, and why others are missing."""
+    """The figures of a row, each with further words, and the reasons for missing ones."""
     for name, time in row.times.items():
         yield f"  {name}: {time.median:.1f} us ({time.low:.1f} to {time.high:.1f}){more(time)}"
     for name, reason in row.missing.items():

@@ -24,8 +24,7 @@ KERNEL = "decode.forward"
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
-    """The launches that compute The launches that compute out, and lse if there is such a
-    buffer."""
+    """The launches that compute out, and lse if there is such a buffer."""
     if problem.varlen_q and not problem.batch:
         return Program((clear_outside_call(problem, buffers),), plan.sizes().workspaces)
     return split_kv.forward(problem, plan, buffers, decode_call)

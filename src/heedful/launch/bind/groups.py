@@ -21,7 +21,7 @@ WIDE_STRIDE = 1 << 22
 
 
 def with_scratch(buffers: Buffers, sizes: Sizes) -> Buffers:
-    """The arrays at hand, and those that a launch uses beside them."""
+    """The call's arrays and the scratch of a launch."""
     return {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
 
 
@@ -133,7 +133,7 @@ def score_array(buffers: Buffers, name: str) -> kinds.ScoreArray:
     )
 
 
-# By what a field is declared as: the function that fills it, with a divisor of strides or without.
+# By the declared kind of a field: the function that fills it, with or without a divisor of strides.
 _WITH_DIVISOR = {(kinds.Rows,): rows, (kinds.SplitRows,): split_rows}
 _MAKE = {
     (): pointer,

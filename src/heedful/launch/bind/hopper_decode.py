@@ -25,8 +25,7 @@ _REF = KernelRef("heedful.kernels.hopper.decode.kernel", "decode", "gluon")
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
-    """The launches that compute The launches that compute out, and lse if there is such a
-    buffer."""
+    """The launches that compute out, and lse if there is such a buffer."""
     return split_kv.forward(problem, plan, buffers, decode_call)
 
 

@@ -21,8 +21,7 @@ from heedful.launch.spec import KernelCall, KernelRef, Pointer, Program, Scalar,
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
-    """The launches that compute The launches that compute out, and lse if there is such a
-    buffer."""
+    """The launches that compute out, and lse if there is such a buffer."""
     sizes, config = plan.sizes(), plan.configs["hopper.fp8_forward"]
     assert isinstance(config, HopperFp8Config)
     buffers = with_scratch(buffers, sizes)

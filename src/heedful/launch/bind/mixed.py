@@ -12,8 +12,7 @@ from heedful.launch.spec import Program
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
-    """The launches that compute The launches that compute out, and lse if there is such a
-    buffer."""
+    """The launches that compute out, and lse if there is such a buffer."""
     schedule, long = hopper.forward(problem, plan, buffers).calls
     sizes = plan.sizes()
     buffers = with_scratch(buffers, sizes)

@@ -26,8 +26,7 @@ _KERNELS: dict[str, tuple[KernelRef, type, int]] = {
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
-    """The launches that compute The launches that compute out, and lse if there is such a
-    buffer."""
+    """The launches that compute out, and lse if there is such a buffer."""
     return split_kv.forward(problem, plan, buffers, _call)
 
 
