@@ -39,7 +39,7 @@ def dtype_words(row: Variant) -> str:
     own, kv = (
         ", ".join(_SHORT.get(name, name) for name in names) for names in (row.dtypes, row.kv_dtypes)
     )
-    return own + (f"; KV also {kv}" if kv else "")
+    return own + (f"; KV {'' if row.converts else 'also '}{kv}" if kv else "")
 
 
 def dim_words(row: Variant) -> str:

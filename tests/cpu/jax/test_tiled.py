@@ -42,6 +42,7 @@ CASES = [
     Case(kv_dtype="int8", backward=False, kv_batch_idx=True, used="k"),
     Case(kv_dtype="int4", kv_group=16, kv_shift=True, backward=False, page_size=7),
     Case(kv_dtype="float8_e5m2", backward=False, dtype="bfloat16", varlen="qk"),
+    Case(kv_dtype="float8_e4m3fn", backward=False, dtype="bfloat16", varlen="q", page_size=4),
     *variants(SHORT, seqlen_k=[0], seqlen_q=[0, 1], batch=[0]),
     *variants(LONG, window=[(99, 20, 5)], causal=[True], num_splits=[100]),
     *variants(LONG, dtype=["float16", "bfloat16"], sink=[True]),

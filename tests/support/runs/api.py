@@ -103,9 +103,9 @@ def call(built: Built, leaves: dict[str, Tensor], **more) -> Any:
 def is_cache_call(built: Built) -> bool:
     """Whether the case is one for flash_attn_with_kvcache."""
     x, case, problem = built.x, built.case, built.problem
-    if x.kv_batch_idx is not None or x.tree_mask is not None or problem.quantized_kv:
+    if x.kv_batch_idx is not None or x.tree_mask is not None:
         return True
-    if problem.varlen_q or problem.page_size:
+    if problem.varlen_q or problem.page_size or problem.quantized_kv:
         return not problem.varlen_q
     has_lengths = x.seqused_k is not None or x.leftpad_k is not None
     dense_only = case.backward or case.bias or case.dropout_p > 0 or x.seqused_q is not None

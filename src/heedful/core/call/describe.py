@@ -224,17 +224,22 @@ def _check_dtypes(call: AttentionCall) -> tuple[str, str]:
     check_dtype("q", dtype, *FLOATS, *FP8)
     if x.k.dtype == dtype:
         kv_dtype = dtype
-    elif kind == "kvcache" and dtype in FLOATS and x.k.dtype in QUANTIZED:
+    elif kind != "dense" and dtype in FLOATS and x.k.dtype in QUANTIZED:
         kv_dtype = QUANTIZED[x.k.dtype]
     else:
         hint = ""
-        if kind == "kvcache":
+        if kind != "dense":
             hint = " or quantised (int8, uint8 = two int4 a byte, float8) under a float q"
         raise TypeError(f"{k_name} must be {dtype} like q{hint}, got {x.k.dtype}")
     if x.v.dtype != x.k.dtype:
         raise TypeError(f"{v_name} must be {x.k.dtype} like {k_name}, got {x.v.dtype}")
     if call.needs_grad and dtype in FP8:
         raise ValueError(f"q must not require a gradient in {dtype}: fp8 is forward only")
+    if call.needs_grad and kv_dtype != dtype:
+        raise ValueError(
+            f"{k_name} of {x.k.dtype} must have a q without a gradient (use torch.no_grad()): calls"
+            " over quantised keys are forward only"
+        )
     return dtype, kv_dtype
 
 
@@ -399,10 +404,13 @@ def _check_scales(x: Operands, options: Options, sizes: _Sizes, dtype: str, kv_d
         spec = getattr(x, operand)
         if spec is None:
             continue
-        if not quantized and (ITEM_BITS[dtype] > 8 or operand.endswith("shift")):
+        is_of_q = operand == "q_descale"
+        if (is_of_q or not quantized) and (ITEM_BITS[dtype] > 8 or operand.endswith("shift")):
             wanted = "a quantised cache" if operand.endswith("shift") else "fp8 q, k and v"
             if options.kind == "kvcache":
                 wanted = "a quantised or fp8 cache"
+            elif options.kind == "varlen" and not is_of_q:
+                wanted = "quantised or fp8 k and v"
             raise ValueError(f"{operand} must be None without {wanted}, got one beside {kv_dtype}")
         check_dtype(operand, spec.dtype, "float32")
     check_pair("k_shift", x.k_shift, "v_shift", x.v_shift)
@@ -410,15 +418,17 @@ def _check_scales(x: Operands, options: Options, sizes: _Sizes, dtype: str, kv_d
         for name in ("k", "v"):
             if getattr(x, f"{name}_descale") is None:
                 raise ValueError(f"{name}_descale must be given with {name}_shift, got None")
-    groups = {_scale_group(name, x, sizes) for name in ("k", "v")} - {None}
+    # Sizes may be symbols, which no set holds.
+    found = (_scale_group(name, x, sizes) for name in ("k", "v"))
+    groups = [group for group in found if group is not None]
     if x.q_descale is not None:
         _check_head_scale("q_descale", x.q_descale, sizes)
-    if len(groups) > 1:
+    if len(groups) > 1 and groups[0] != groups[1]:
         raise ValueError(
             "v_descale must share as many values a scale as k_descale, got"
             f" {' and '.join(str(group or 'a head') for group in sorted(groups, key=str))}"
         )
-    group = groups.pop() if groups else 0
+    group = groups[0] if groups else 0
     if group:
         check_pair("k_descale", x.k_descale, "v_descale", x.v_descale)
     return group or 0

@@ -191,7 +191,7 @@ def _choose(
     allowed = named.kernels() if named else []
     for row in capability.rows(direction):
         told = []
-        for v in row.taking(problem.dtype):
+        for v in row.taking(problem, allowed if named and named.variant else ()):
             if v not in allowed and not v.serves(tools.framework):
                 continue
             # This is asked first: it rules out this kernel for most problems, and saves the other

@@ -77,8 +77,9 @@ class Variant:
     """One kernel of a backend for one direction, and the problems that it takes. name: within its
     backend; "" if it is the only one. alias: its name when it was a backend, which still chooses
     it. levels: architecture -> support level; "nvidia:*" stands for NVIDIA parts not listed.
-    features: what it takes beyond plain dense attention. max_dim, dim_multiple: the largest head
-    dim of Q and K (V's is at most MAX_HEAD_DIM_V, too), and what head dims are multiples of.
+    features: what it takes beyond plain dense attention. kv_dtypes: of keys and values beside the
+    dtype of the queries, and without that dtype if `converts`. max_dim, dim_multiple: the largest
+    head dim of Q and K (V's is at most MAX_HEAD_DIM_V), and what head dims are multiples of.
     by_default: whether the planner may choose it where no backend is named. short_queries: the most
     queries of a sequence that a decode kernel handles, where the Hopper forward handles longer
     ones. gathers_pages: it takes keys in pages as dense copies, see torch/eager/pages.py. appends:
@@ -99,6 +100,7 @@ class Variant:
     dtypes: tuple[str, ...]
     features: frozenset[str]
     kv_dtypes: tuple[str, ...] = ()
+    converts: bool = False
     max_dim: int = MAX_HEAD_DIM_V
     dim_multiple: int = 1
     least: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -138,7 +140,7 @@ class Variant:
         reasons = []
         if problem.dtype not in self.dtypes:
             reasons.append(f"dtype {problem.dtype}: takes {', '.join(self.dtypes)}")
-        if problem.kv_dtype not in (problem.dtype, *self.kv_dtypes):
+        if not self.stores(problem):
             reasons.append(f"KV of {problem.kv_dtype} beside {problem.dtype}")
         for name, dim in (("head_dim", problem.head_dim), ("V's head_dim", problem.head_dim_v)):
             if dim > self.max_dim:
@@ -156,6 +158,11 @@ class Variant:
             reasons.append(f"takes {self.framework} calls alone")
         reasons += self._lacking_tools(toolchain, device)
         return reasons
+
+    def stores(self, problem: AttentionProblem) -> bool:
+        """Whether it takes keys and values as this problem stores them."""
+        is_own = problem.kv_dtype == problem.dtype
+        return not self.converts if is_own else problem.kv_dtype in self.kv_dtypes
 
     def serves(self, framework: str) -> bool:
         """Whether it takes calls of this framework."""
@@ -182,6 +189,8 @@ _KINDS = frozenset({"fp8", "quantized_kv"})
 
 _EVERY_FEATURE = frozenset(FEATURES)
 _QUANTIZED = ("int8", "int4", *FP8)
+# Stored keys and values that the Hopper forward converts.
+_E4M3 = ("float8_e4m3fn",)
 
 
 def _on_cpus(
@@ -247,6 +256,7 @@ def _mixed(
     short_queries: Callable[[AttentionProblem], int],
     preference: Callable[[AttentionProblem, DeviceSpec], Preferred | None],
     alias: str = "",
+    converted: tuple[str, ...] = (),
 ) -> Variant:
     """The Hopper forward beside a decode kernel that handles the sequences of few queries."""
     return Variant(
@@ -257,11 +267,13 @@ def _mixed(
         ("bfloat16", "float16"),
         # Partial results of the Hopper forward are merged over all rows.
         (features & _OF_HOPPER) - {"split_kv"},
+        converted,
+        converts=bool(converted),
         max_dim=256,
         dim_multiple=8,
         least=(("triton", triton),),
         short_queries=short_queries,
-        gates=(*_HOPPER_GATES, sequences_of_both_kinds),
+        gates=(*_HOPPER_GATES, gates.scales_of_heads, sequences_of_both_kinds),
         preferences=(preference,),
         configs=("hopper.forward", kernel),
         program="heedful.launch.bind.mixed",
@@ -391,6 +403,15 @@ VARIANTS: tuple[Variant, ...] = (
     _mixed(
         "portable", _OF_DECODE, "decode.forward", (3, 6), queries_of_few_tiles, some_fill_few_tiles
     ),
+    _mixed(
+        "converting",
+        _OF_DECODE,
+        "decode.forward",
+        (3, 9),
+        queries_of_few_tiles,
+        some_fill_few_tiles,
+        converted=_E4M3,
+    ),
     Variant(
         "hopper",
         "forward",
@@ -402,6 +423,23 @@ VARIANTS: tuple[Variant, ...] = (
         dim_multiple=8,
         least=(("triton", (3, 6)),),
         gates=_HOPPER_GATES,
+        configs=("hopper.forward",),
+        program="heedful.launch.bind.hopper",
+    ),
+    Variant(
+        "hopper",
+        "forward",
+        "converting",
+        {"sm_90": "run"},
+        ("bfloat16", "float16"),
+        # A bias and dropout need registers that these programs lack.
+        (_OF_HOPPER & _OF_DECODE) | {"split_kv"},
+        _E4M3,
+        converts=True,
+        max_dim=256,
+        dim_multiple=16,
+        least=(("triton", (3, 9)),),
+        gates=(*_HOPPER_GATES, gates.scales_of_heads),
         configs=("hopper.forward",),
         program="heedful.launch.bind.hopper",
     ),
@@ -519,9 +557,12 @@ class KernelRow(NamedTuple):
     direction: str
     variants: tuple[Variant, ...]
 
-    def taking(self, dtype: str) -> tuple[Variant, ...]:
-        """Those for queries of this dtype; all if there are none, so that each gives its reason."""
-        return tuple(v for v in self.variants if dtype in v.dtypes) or self.variants
+    def taking(self, problem: AttentionProblem, also=()) -> tuple[Variant, ...]:
+        """Those for queries of this dtype, and for its keys if they convert; all if there are
+        none, so that each gives its reason. also: some that are asked for by name."""
+        own = [v for v in self.variants if v in also or problem.dtype in v.dtypes]
+        own = [v for v in own if v in also or not v.converts or v.stores(problem)]
+        return tuple(own) or self.variants
 
 
 # Names that chose one kernel before its backend was named.

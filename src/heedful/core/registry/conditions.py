@@ -47,6 +47,18 @@ def any_pressure(problem: AttentionProblem) -> bool:
     return register_pressure(problem) > 0
 
 
+def quantised(problem: AttentionProblem) -> bool:
+    return problem.quantized_kv
+
+
+def quantised_packs(problem: AttentionProblem) -> bool:
+    return problem.quantized_kv and packs(problem)
+
+
+def quantised_few_rows(problem: AttentionProblem) -> bool:
+    return problem.quantized_kv and few_rows(problem)
+
+
 def no_pages(problem: AttentionProblem) -> bool:
     """No pages: tiles that pages fill have a power of two columns, not 192, and keys and values
     apart."""

@@ -32,6 +32,9 @@ from heedful.core.registry.conditions import (
     no_pages,
     packs,
     packs_in_one,
+    quantised,
+    quantised_few_rows,
+    quantised_packs,
     scaled_by_row,
     several_tiles_of_rows,
     sixteen_rows,
@@ -87,6 +90,7 @@ class ConfigRow:
 _H200 = "H200, 2026-11-20, Triton 3.6: fastest without spills of those tried"
 _H200_25 = "H200, 2026-11-25, Triton 3.9: fastest of those tried"
 _H200_26 = "H200, 2026-11-26, Triton 3.9: fastest of those tried"
+_H200_27 = "H200, 2026-11-27, Triton 3.9: fastest of those tried"
 _NO_SPILLS = "sm_90, Triton 3.9: largest tried that compiles without spills; not timed"
 _NO_SPILLS_EITHER = "sm_80 and sm_90, Triton 3.9: compiles without spills; not timed"
 _H200_23 = "H200, 2026-11-23, Triton 3.9: fastest of those tried"
@@ -314,6 +318,14 @@ def _all_of(when: Sequence[Callable[[AttentionProblem], bool]]):
     return fits
 
 
+# Keys and values that are converted. The producer's warps and those that convert have as many
+# registers. 4 x 2048 queries over as many keys of e4m3, in pages, take 1.11 times as long as over
+# bfloat16, 4 x 1024 over 8192 1.04, 512 over 32768 1.05; of head dim 64 1.17 (H200, 2026-11-27).
+_CONVERTS: dict[str, Any] = {"out_in_q": True, "producer_regs": 56, "stored_stages": 2}
+_TWO_CONVERT: dict[str, Any] = {**_CONVERTS, "consumer_regs": 224, "pingpong": True}
+_WIDE_CONVERT: dict[str, Any] = {**_TWO_CONVERT, "stored_stages": 1}
+_THREE_CONVERT: dict[str, Any] = {**_CONVERTS, "consumer_regs": 152, "rescale": "speculative"}
+_NARROW_CONVERT: dict[str, Any] = {**_THREE_CONVERT, "stored_stages": 3}
 _ONE: dict[str, Any] = {"pack_gqa": True}
 _TWO: dict[str, Any] = {**_D128, "pack_gqa": True}
 _THREE: dict[str, Any] = {"programs": 3, "registers": 168}
@@ -322,6 +334,12 @@ _MLA_PAGES: dict[str, Any] = {"consumer_regs": 232, "producer_regs": 40}
 _MLA_TILES: dict[str, Any] = {"ahead": 1, "in_order": 1}
 
 ROWS: list[ConfigRow] = [
+    _hopper(128, (128, 128, 4, 2), quantised_packs, _FITS, **_TWO_CONVERT, pack_gqa=True),
+    _hopper(256, (128, 64, 4, 2), quantised_packs, _FITS, **_WIDE_CONVERT, pack_gqa=True),
+    _hopper(128, (64, 128, 4, 2), quantised_few_rows, _FITS, **_CONVERTS),
+    _hopper(64, (192, 64, 4, 5), quantised, _H200_27, **_NARROW_CONVERT),
+    _hopper(128, (192, 64, 4, 4), quantised, _H200_27, **_THREE_CONVERT),
+    _hopper(256, (128, 64, 4, 2), quantised, _FITS, **_WIDE_CONVERT),
     _hopper(128, (128, 64, 4, 3), any_pressure, _LEAST_SPILLS, **_D128),
     _hopper(256, (128, 32, 4, 2), any_pressure, _LEAST_SPILLS, **_D256),
     _hopper(64, (64, 128, 4, 4), packs_in_one, _LEAST_SPILLS, **_ONE),

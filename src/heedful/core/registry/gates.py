@@ -27,6 +27,19 @@ def scales_of_groups(problem: AttentionProblem, device: DeviceSpec) -> str | Non
     return None
 
 
+def scales_of_heads(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Tiles of a quantised cache are converted with one scale, and are loaded by TMA, which wants
+    strides of 16 bytes."""
+    if not problem.quantized_kv:
+        return None
+    if problem.kv_group:
+        return "a quantised cache with scales of groups: takes those of heads"
+    for name, dim in (("head_dim", problem.head_dim), ("V's head_dim", problem.head_dim_v)):
+        if dim % 16:
+            return f"{name} {dim} of a quantised cache: takes multiples of 16"
+    return None
+
+
 def fp8_conversion(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     old = device.arch in ("sm_80", "sm_86") and problem.kv_dtype in FP8
     foreign = device.vendor == "nvidia" and problem.kv_dtype == "float8_e4m3fnuz"
@@ -174,6 +187,9 @@ def rows_of_swapped_products(problem: AttentionProblem, device: DeviceSpec) -> s
 
 def few_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     most = DECODE_ROWS * (WIDE_TILES if problem.v_in_k and problem.head_dim > WIDE_DIM else 1)
+    if problem.varlen_q and problem.quantized_kv:
+        # Those beyond two tiles are left to the Hopper forward, where it takes them.
+        most = PACKED_ROWS
     # Calls with 8-bit queries over caches may have any number of rows: no other kernel takes them.
     cached = problem.page_size or problem.used_k or problem.kv_batch_idx or problem.leftpad_k
     if cached and ITEM_BITS[problem.dtype] == 8:

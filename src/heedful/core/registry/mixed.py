@@ -20,8 +20,10 @@ SHORT_TILES = 2
 
 def queries_of_few_tiles(problem: AttentionProblem) -> int:
     """The most queries of a sequence that the portable decode handles in a mixed batch. These times
-    the query heads of a KV head are no more rows than it takes, in SHORT_TILES tiles."""
-    rows = min(DECODE_ROWS, SHORT_TILES * pow2(problem.group))
+    the query heads of a KV head are no more rows than it takes, in SHORT_TILES tiles. Over caches
+    of few bits tiles have 8 rows."""
+    least = 8 if problem.quantized_kv and problem.head_dim <= 128 else 16
+    rows = min(DECODE_ROWS, SHORT_TILES * pow2(problem.group, least))
     return min(SHORT_QUERIES, rows // problem.group)
 
 

@@ -46,7 +46,7 @@ def many_rows_of_one_length(problem: AttentionProblem, device: DeviceSpec) -> Pr
     takes 0.73 of the Hopper decode's time over 1 x 8192 keys ("The Hopper decode beside others",
     "Keys of one length for 32 rows of a KV head")."""
     rows = problem.seqlen_q * problem.group
-    if ITEM_BITS[problem.dtype] != 16 or problem.ragged_k or problem.varlen_q:
+    if ITEM_BITS[problem.kv_dtype] != 16 or problem.ragged_k or problem.varlen_q:
         return None
     if not DECODE_ROWS_OF_ONE_LENGTH < rows <= MOST_DECODE_ROWS:
         return None
@@ -62,7 +62,7 @@ def keys_of_one_length(problem: AttentionProblem, device: DeviceSpec) -> Preferr
     """16-bit keys of one length, over which the Hopper forward is no slower than the decode kernel:
     where the KV heads of all sequences fill the device, and over few long sequences, whose keys it
     splits. It takes 0.93 of the decode kernel's time over 1 x 8192 keys ("Few sequences")."""
-    if ITEM_BITS[problem.dtype] != 16 or problem.ragged_k or problem.varlen_q:
+    if ITEM_BITS[problem.kv_dtype] != 16 or problem.ragged_k or problem.varlen_q:
         return None
     if _are_enough(problem.batch * problem.heads_k, device.units):
         return Preferred("hopper", "for as many KV heads of one length as fill the device")

@@ -196,7 +196,9 @@ class HopperForwardConfig(HopperConfig):
     keys. kv_share_stages: keys and values take turns in the same stages. pack_gqa: query heads of a
     KV head share a tile. out_in_q: results are stored through the shared memory of the queries.
     tail_d, tail_e: a tile of queries and keys, or one of values, has 192 columns in three boxes of
-    64. key_splits: a number of splits to measure; 0 = as core/planning/splits.py chooses.
+    64. stored_stages: stages of keys, and of values, as a quantised cache stores them; 0 = they
+    need no conversion. key_splits: a number of splits to measure; 0 = as core/planning/splits.py
+    chooses.
     """
 
     v_stages: int = 0
@@ -205,6 +207,7 @@ class HopperForwardConfig(HopperConfig):
     out_in_q: bool = False
     tail_d: bool = False
     tail_e: bool = False
+    stored_stages: int = 0
     key_splits: int = 0
 
     @property
@@ -216,7 +219,7 @@ class HopperForwardConfig(HopperConfig):
 
     def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
         tail_d, tail_e = (
-            128 < dim <= 192 and not problem.page_size
+            128 < dim <= 192 and not (problem.page_size or problem.quantized_kv)
             for dim in (problem.head_dim, problem.head_dim_v)
         )
         # To compute scores again is cheap only where nothing is loaded for them, and rare only

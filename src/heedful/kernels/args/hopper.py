@@ -99,12 +99,15 @@ class SplitKV(NamedTuple):
 
 class HopperStages(NamedTuple):
     """How many tiles of queries (at least one for each consumer), keys and values shared memory
-    holds. KV_SHARE_STAGES: keys and values use the same stages, see kv_pipeline.py."""
+    holds. KV_SHARE_STAGES: keys and values use the same stages, see kv_pipeline.py. STORED_STAGES:
+    tiles of keys, and of values, as they are stored, which are converted, see conversion.py; 0 =
+    they need not be."""
 
     Q_STAGES: Const
     K_STAGES: Const
     V_STAGES: Const
     KV_SHARE_STAGES: Const
+    STORED_STAGES: Const
 
 
 class HopperTile(NamedTuple):
@@ -134,7 +137,9 @@ class HopperTile(NamedTuple):
 
 
 class HopperFp8(NamedTuple):
-    """PROMOTION_INTERVAL: key tiles between two promotions of the accumulators to float32 sums.
+    """For queries of 16 bits beside keys and values of 8 only descales are there.
+
+    PROMOTION_INTERVAL: key tiles between two promotions of the accumulators to float32 sums.
     SUMS_IN_REGS: these sums are in registers, else in shared memory. VOTES_LAST: the overflow vote
     comes after the wait for P V, while P is packed."""
 

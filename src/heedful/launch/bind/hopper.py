@@ -1,5 +1,6 @@
 """Programs of the Hopper forward for 16-bit inputs."""
 
+from heedful.core.base.arrays import item_bytes
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import Plan
 from heedful.core.planning.sizes import Sizes
@@ -86,7 +87,8 @@ def key_map(
     """The map of keys or values, with boxes of `rows` x `dim`. In pages, the rows of a box divide a
     page, and it is as wide as the swizzle."""
     if problem.page_size:
-        rows, dim = min(rows, page_rows(problem.page_size)), SWIZZLE
+        widest = maps.SWIZZLE_BYTES // item_bytes(problem.kv_dtype)
+        rows, dim = min(rows, page_rows(problem.page_size)), min(dim, widest)
     make = maps.packed_map if problem.ragged_k else maps.dense_map
     return make(name, buffers[name], rows, dim)
 

@@ -82,7 +82,9 @@ def _score_mods(problem: AttentionProblem, buffers: Buffers) -> args.HopperScore
         scale = problem.softcap * log2e
     alibi, has_bias = buffers.get("alibi_slopes"), "bias" in buffers
     unit = problem.softcap if problem.softcap > 0 else problem.scale
-    is_natural = has_bias or (alibi is not None and problem.dtype == "float16")
+    # Probabilities are float16 where keys are quantised, too.
+    is_half = problem.dtype == "float16" or problem.quantized_kv
+    is_natural = has_bias or (alibi is not None and is_half)
     # The bias has a row and a column for each query and key of dense sequences.
     may_differ = has_bias and (problem.varlen_q or problem.varlen_k or problem.page_size)
     return args.HopperScoreMods(
@@ -177,7 +179,8 @@ def _stages(config: HopperConfig) -> args.HopperStages:
         v_stages, shared = config.value_stages, config.kv_share_stages
     else:
         v_stages, shared = config.num_stages, config.rescale == "speculative"
-    return args.HopperStages(config.query_stages, config.num_stages, v_stages, shared)
+    stored = config.stored_stages if isinstance(config, HopperForwardConfig) else 0
+    return args.HopperStages(config.query_stages, config.num_stages, v_stages, shared, stored)
 
 
 def _tile(problem: AttentionProblem, config: HopperConfig, is_split: bool) -> args.HopperTile:
@@ -197,6 +200,8 @@ def _tile(problem: AttentionProblem, config: HopperConfig, is_split: bool) -> ar
 
 
 def _fp8(problem: AttentionProblem, config: HopperConfig, buffers: Buffers) -> Any:
+    if problem.quantized_kv:
+        return args.HopperFp8(groups.descales(problem, buffers), None, None, None)
     if not isinstance(config, HopperFp8Config):
         return None
     return groups.constants(args.HopperFp8, config, descales=groups.descales(problem, buffers))

@@ -213,7 +213,8 @@ def flash_attn_varlen_func(
     Args:
         q: (total_q, heads_q, head_dim).
         k: (total_k, heads_k, head_dim), or with block_table (num_pages, page_size, heads_k,
-            head_dim).
+            head_dim). Like q, or of fewer bits where no gradient is wanted: int8, float8, or uint8,
+            two int4 a byte.
         v: as k, with head_dim_v.
         cu_seqlens_q, cu_seqlens_k: int32 or int64 (batch + 1,) on the device: sequence b's storage
             is tokens cu_seqlens[b] to cu_seqlens[b + 1]. An int64 tensor costs a launch that casts
@@ -227,6 +228,8 @@ def flash_attn_varlen_func(
         seqused_q, seqused_k: int32 or int64 (batch,): how many tokens of its storage a sequence
             uses; the others are never read, and give 0 with lse -inf.
         key_ranges: int32 (total_q, 2 or 4), the same for all heads.
+        k_descale, v_descale: float32, with k and v of 8 bits or fewer: value = stored * descale,
+            each () or (batch, heads_k), or per group of values as quantize_kv makes them.
 
     Returns:
         As flash_attn_func: out (total_q, heads_q, head_dim_v), lse (heads_q, total_q), S_dmask

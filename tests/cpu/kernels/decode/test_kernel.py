@@ -90,6 +90,8 @@ CASES = (
     replace(PLAIN, kv_dtype="int4", kv_group=16, page_size=4),
     replace(PLAIN, kv_dtype="float8_e4m3fn", page_size=16, causal=True),
     replace(PLAIN, kv_dtype="float8_e5m2", head_dim=48, tree_mask=True),
+    replace(PLAIN, kv_dtype="float8_e4m3fn", varlen="q", page_size=4, batch=3, causal=True),
+    replace(PLAIN, kv_dtype="float8_e4m3fn", varlen="qk", used="q", batch=4, seqlen_q=21),
     # Two tiles of rows and more, that read the same keys.
     replace(PLAIN, seqlen_q=9, heads_q=8, causal=True, used="k", batch=3),
     replace(PLAIN, seqlen_q=21, window=(60, 0), used="k", tree_mask=True),

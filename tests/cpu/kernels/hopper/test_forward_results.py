@@ -65,6 +65,7 @@ class Forward:
                 sink=None if self.sink is None else Memory(self.sink),
             ),
             tile=SimpleNamespace(V_TRANSPOSED=fp8),
+            fp8=SimpleNamespace() if fp8 else None,
             dropout=SimpleNamespace(IS_ON=not fp8, inverse_keep=np.float32(KEEP)),
             split=parts,
         )

@@ -44,6 +44,8 @@ FORWARD_ONLY = (
     small(kv_dtype="int8", kv_group=8, kv_shift=True),
     small(kv_dtype="int8"),
     small(kv_dtype="int4", kv_group=16, page_size=4),
+    small(kv_dtype="float8_e4m3fn", varlen="q", page_size=4, causal=True),
+    small(kv_dtype="int8", kv_group=8, varlen="qk"),
     small(heads_q=1, heads_k=1, return_probs=True, dropout_p=0.4, causal=True, used="qk"),
 )
 BOTH_WAYS = (

@@ -30,6 +30,7 @@ MLA_FACTS: list[dict] = [
     {"head_dim": 320, "head_dim_v": 320},
 ]
 GRAD = {"needs_grad": True}
+E4M3 = {"kv_dtype": "float8_e4m3fn"}
 FP8 = {"dtype": "float8_e4m3fn"}
 
 FACTS: list[dict] = [
@@ -69,7 +70,14 @@ FACTS: list[dict] = [
     {"kv_dtype": "int4", "kv_group": 32},
     {"kv_dtype": "int8", "kv_group": 32, "kv_shift": True},
     {"kv_dtype": "int8", "kv_shift": True},
-    {"kv_dtype": "float8_e4m3fn"},
+    E4M3,
+    {**E4M3, "kv_group": 64},
+    {**E4M3, "head_dim": 24},
+    {**E4M3, "head_dim_v": 24},
+    {**E4M3, "dropout_p": 0.1},
+    {**E4M3, "total_q": 900, "page_size": 16, "used_k": True},
+    {**E4M3, "total_q": 900, "seqlen_q": 128, "heads_k": 4, "used_k": True},
+    {**E4M3, "total_q": 900, "seqlen_q": 129, "heads_k": 4, "used_k": True},
     {"kv_dtype": "float8_e4m3fnuz"},
     {"kv_dtype": "float8_e5m2"},
     {"scale": 0.0},

@@ -33,7 +33,8 @@ PROBLEMS = [
     dense(1, 1, 131072, 32, 8),
     dense(64, 1, 8192, 32, 8, used_k=True, page_size=16),
     *(
-        dense(128, 2048, 8192, 32, 8, causal=True, total_q=n, page_size=16, used_k=True)
+        dense(128, 2048, 8192, 32, 8, causal=True, total_q=n, page_size=16, used_k=True, **stored)
+        for stored in ({}, {"kv_dtype": "float8_e4m3fn"}, {"kv_dtype": "int8"})
         for n in (4 * 2048 + 124, 128 * 2048)
     ),
     *(
@@ -110,6 +111,9 @@ CONDITIONS: dict[str, dict] = {
     "packed, in order": {"total_q": 9000, "total_k": 9000, "deterministic": True},
     "dropped, in order": {"dropout_p": 0.1, "deterministic": True},
     "softcap, in order": {"softcap": 30.0, "deterministic": True},
+    "e4m3": {"kv_dtype": "float8_e4m3fn"},
+    "e4m3 of 64 rows": {"kv_dtype": "float8_e4m3fn", "seqlen_q": 64},
+    "e4m3, grouped": {"kv_dtype": "float8_e4m3fn", "seqlen_q": 40, "heads_k": 4},
 }
 # Decode's tiles go by the query rows of a KV head, by the bits of what is stored and by pages.
 STORED = ("bfloat16", "float8_e4m3fn", "int8", "int4")

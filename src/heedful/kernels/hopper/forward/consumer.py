@@ -6,6 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from heedful.kernels.args.hopper import HopperParams
+from heedful.kernels.hopper.forward.conversion import score_factors_of
 from heedful.kernels.hopper.forward.epilogue import store_empty, store_rows
 from heedful.kernels.hopper.forward.mainloop import mainloop
 from heedful.kernels.hopper.forward.producer import q_stage_of
@@ -36,6 +37,7 @@ def consumer(outputs, q, kv, scheduler, params: HopperParams, CONSUMER: gl.const
     and stores the rows.
     """
     IS_FP8: gl.constexpr = params.tile.V_TRANSPOSED
+    CONVERTS: gl.constexpr = params.stages.STORED_STAGES > 0
     PREFETCHES: gl.constexpr = params.tile.PREFETCHES_TILE
     kv_state = kv.start()
     stage = gl.to_tensor(q_stage_of(params, CONSUMER))
@@ -54,9 +56,13 @@ def consumer(outputs, q, kv, scheduler, params: HopperParams, CONSUMER: gl.const
         program_blocks = program_n_block_range(params, tile, split)
         blocks = consumer_n_block_range(params, tile, row, program_blocks)
         place = q_state.index if params.tile.OUT_IN_Q else gl.to_tensor(CONSUMER)
-        v_factor = value_factor(params, tile) if IS_FP8 else gl.to_tensor(1.0)
+        v_factor = value_factor(params, tile) if IS_FP8 or CONVERTS else gl.to_tensor(1.0)
         if IS_FP8:
             factors = score_factors(params, tile)
+        elif CONVERTS:
+            factors = score_factors_of(params, tile)
+        else:
+            factors = (params.mods.scale_log2, params.mods.softcap_scale, params.mods.unit)
         q.consumer_wait(q.barrier_state(q_state, q_full_state))
         if n_block_count(params, blocks) > 0:
             kv_state = skip(kv, kv_state, program_blocks.end - blocks.end, params, CONSUMER)
@@ -73,7 +79,7 @@ def consumer(outputs, q, kv, scheduler, params: HopperParams, CONSUMER: gl.const
                 kv_state = kv_state.after_values()
             else:
                 acc, m_M, l_ML, kv_state = mainloop(
-                    q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER
+                    q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSUMER
                 )
             l_M = gl.sum(l_ML, 1)
             kv_state = skip(kv, kv_state, blocks.begin - program_blocks.begin, params, CONSUMER)

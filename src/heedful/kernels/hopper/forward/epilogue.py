@@ -216,7 +216,7 @@ def with_sink(m_M, l_M, tile, row, split, params):
 @gluon.jit
 def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor):
     """Normalises one consumer's rows, and stores them and their log-sum-exp. v_factor: descale of
-    fp8 values."""
+    values of 8 bits."""
     IS_NATURAL: gl.constexpr = params.mods.unit is not None
     m_M, l_M, factor_M = with_sink(m_M, l_M, tile, row, split, params)
     # A sum of NaN counts as seen, whatever the maximum is: the result is NaN, not 0.
@@ -224,7 +224,7 @@ def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor
     if params.tile.V_TRANSPOSED:
         seen_M = ((l_M > 0.0) & (m_M > float("-inf"))) | (l_M != l_M)
     inverse_M = gl.where(seen_M, factor_M / l_M, 0.0)
-    if params.tile.V_TRANSPOSED:
+    if params.fp8 is not None:
         inverse_M *= v_factor
     if params.dropout.IS_ON:
         inverse_M *= params.dropout.inverse_keep

@@ -2,7 +2,8 @@
 
 The kernel is `forward`, launched by `launch/bind/hopper.py` and `hopper_fp8.py`. A program has one
 producer warp, which loads tiles by TMA, and one to four consumer warpgroups of 64 query rows each.
-Programs take work tiles from the tile scheduler.
+Programs take work tiles from the tile scheduler. Keys and values of 8 bits beside queries of 16
+are converted by further warps (conversion.py).
 
 fp8 differs in three ways. V is transposed first (fp8/transpose_v.py). P is rounded to e4m3 in
 registers (fp8/softmax.py). The matrix unit's accumulators keep only about 14 bits, so output sums
@@ -16,6 +17,7 @@ from triton.language.extra import cuda
 
 from heedful.kernels.args.hopper import HopperIO, HopperParams, TransposeV
 from heedful.kernels.hopper.forward.consumer import consumer
+from heedful.kernels.hopper.forward.conversion import KEY_WARPS, VALUE_WARPS, convert
 from heedful.kernels.hopper.forward.epilogue import Outputs
 from heedful.kernels.hopper.forward.kv_pipeline import KVPipeline
 from heedful.kernels.hopper.forward.producer import producer
@@ -37,12 +39,20 @@ def forward(io: HopperIO, params: HopperParams, transpose: TransposeV, BEGINS_EA
     CONSUMER_REGS: gl.constexpr = params.tile.CONSUMER_REGS
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
     TRANSPOSES: gl.constexpr = transpose is not None
+    CONVERTS: gl.constexpr = params.stages.STORED_STAGES > 0
     q = Pipeline.allocate(io.q, params.stages.Q_STAGES, 1, params.tile.TAIL_D, CONSUMERS)
-    kv = KVPipeline.allocate(io, params)
+    if CONVERTS:
+        kv = KVPipeline.converted(io, params)
+    else:
+        kv = KVPipeline.allocate(io, params)
     outputs = Outputs.allocate(io, q, kv, params)
-    scheduler = TileScheduler.of(params)
+    scheduler = TileScheduler.of(params, CONSUMERS + 2 * CONVERTS)
     if TRANSPOSES:
         raw = Pipeline.allocate(transpose.v, RAW_STAGES, 1)
+    if CONVERTS:
+        descales = params.fp8.descales
+        SIGNED: gl.constexpr = descales.k.ptr is not None
+        stored = KVPipeline.stored(io, params)
     fence_async_shared()
     if TRANSPOSES:
         start_roles(
@@ -51,6 +61,26 @@ def forward(io: HopperIO, params: HopperParams, transpose: TransposeV, BEGINS_EA
                 (consumer, (outputs, q, kv, scheduler, params), 4, CONSUMER_REGS),
                 (producer, (io, q, kv, scheduler, transpose, params), 1, PRODUCER_REGS),
                 (transpose_v, (transpose, raw), TRANSPOSE_WARPS, PRODUCER_REGS),
+            ],
+        )
+    elif CONVERTS:
+        start_roles(
+            CONSUMERS,
+            [
+                (consumer, (outputs, q, kv, scheduler, params), 4, CONSUMER_REGS),
+                (producer, (io, q, stored, scheduler, transpose, params), 1, PRODUCER_REGS),
+                (
+                    convert,
+                    (stored.k, kv.k, descales.k, scheduler, params, SIGNED),
+                    KEY_WARPS,
+                    PRODUCER_REGS,
+                ),
+                (
+                    convert,
+                    (stored.v, kv.v, descales.v, scheduler, params, False),
+                    VALUE_WARPS,
+                    PRODUCER_REGS,
+                ),
             ],
         )
     else:

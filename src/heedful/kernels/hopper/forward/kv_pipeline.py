@@ -76,6 +76,20 @@ class KVState:
             return KVState(self.k, self.v.next())
 
 
+@gluon.jit
+def ring_of_keys(io, params, dtype: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr):
+    """A ring of tiles as wide as those of queries."""
+    D: gl.constexpr = io.q.block_type.shape[-1]
+    return Pipeline.of_tiles(dtype, params.tile.BLOCK_N, D, STAGES, READERS)
+
+
+@gluon.jit
+def ring_of_values(io, params, dtype: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr):
+    """A ring of tiles as wide as those of results."""
+    E: gl.constexpr = io.out.block_type.shape[-1]
+    return Pipeline.of_tiles(dtype, params.tile.BLOCK_N, E, STAGES, READERS)
+
+
 @aggregate
 class KVPipeline:
     """Both rings. Consumers call all methods; those that do not apply do nothing.
@@ -106,12 +120,31 @@ class KVPipeline:
                 v = Pipeline.allocate(io.v, V_STAGES, CONSUMERS, params.tile.TAIL_E)
         else:
             gl.static_assert(not SHARES)
-            D: gl.constexpr = io.q.block_type.shape[-1]
-            E: gl.constexpr = io.out.block_type.shape[-1]
-            k = Pipeline.of_tiles(io.k.dtype, params.tile.BLOCK_N, D, K_STAGES, CONSUMERS)
-            v = Pipeline.of_tiles(io.v.dtype, params.tile.BLOCK_N, E, V_STAGES, CONSUMERS)
+            k = ring_of_keys(io, params, io.k.dtype, K_STAGES, CONSUMERS)
+            v = ring_of_values(io, params, io.v.dtype, V_STAGES, CONSUMERS)
         KEEPS_K: gl.constexpr = SHARES or params.tile.RESCALE == "speculative"
         return KVPipeline(k, v, SHARES, KEEPS_K)
+
+    @gluon.jit
+    def converted(io, params):
+        """Rings that other warps than the producer's fill, see conversion.py."""
+        gl.static_assert(not params.stages.KV_SHARE_STAGES)
+        CONSUMERS: gl.constexpr = params.tile.CONSUMERS
+        k = ring_of_keys(io, params, io.q.dtype, params.stages.K_STAGES, CONSUMERS)
+        v = ring_of_values(io, params, gl.float16, params.stages.V_STAGES, CONSUMERS)
+        return KVPipeline(k, v, False, params.tile.RESCALE == "speculative")
+
+    @gluon.jit
+    def stored(io, params):
+        """Rings of tiles as they are stored, which one role reads."""
+        STAGES: gl.constexpr = params.stages.STORED_STAGES
+        if params.kv.table is None:
+            k = Pipeline.allocate(io.k, STAGES, 1)
+            v = Pipeline.allocate(io.v, STAGES, 1)
+        else:
+            k = ring_of_keys(io, params, io.k.dtype, STAGES, 1)
+            v = ring_of_values(io, params, io.v.dtype, STAGES, 1)
+        return KVPipeline(k, v, False, False)
 
     @gluon.jit
     def start(self):

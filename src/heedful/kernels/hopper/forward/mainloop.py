@@ -59,34 +59,33 @@ def start_bias(params, tile, row, j):
 
 
 @gluon.jit
-def apply_score_mods(s_MN, bias_MN, params, tile, row, j):
+def apply_score_mods(s_MN, bias_MN, params, tile, row, j, factors):
     """Scores of key tile j with softcap, ALiBi and bias, before the mask. They are raw or, with a
-    bias, in natural units."""
+    bias, in natural units. factors: (scale_log2, softcap_scale, unit) of the work tile's scores, as
+    of `HopperScoreMods`."""
+    _, softcap_scale, unit = factors
     if params.mods.HAS_SOFTCAP:
-        s_MN = apply_softcap(s_MN, params.mods.softcap_scale)
-    return add_alibi_and_bias(s_MN, bias_MN, params.mods, tile, row, j * params.tile.BLOCK_N)
+        s_MN = apply_softcap(s_MN, softcap_scale)
+    return add_alibi_and_bias(s_MN, bias_MN, params.mods, tile, row, j * params.tile.BLOCK_N, unit)
 
 
 @gluon.jit
-def resolve_overflow(q, kv, q_state, kv_state, bias_MN, m_M, l_ML, blocks, params, tile, row, j):
-    """Handles a warp's sums above the limit, from scores that it computes again. Returns p,
-    references, the sums before, and the factor for these and for the output so far."""
-    dtype: gl.constexpr = q.boxes.dtype
-    BLOCK_N: gl.constexpr = params.tile.BLOCK_N
+def score_again(q, kv, q_state, kv_state, bias_MN, blocks, params, tile, row, j, factors):
+    """Scores of key tile j, masked, which a warp computes again."""
+    s_MN = rescore(q, kv.k, q_state, kv_state.k, params.tile.BLOCK_N)
+    s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j, factors)
     MASKED: gl.constexpr = is_masked(
         params.mask.HAS_LEFT, params.mask.HAS_RIGHT, params.mask.RANGES
     )
-    s_MN = rescore(q, kv.k, q_state, kv_state.k, BLOCK_N)
-    s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j)
     if MASKED:
         s_MN = apply_mask_if_needed(s_MN, blocks, params, tile, row, j)
-    scale_log2 = params.mods.scale_log2
-    top_M = gl.max(s_MN, 1) * scale_log2 + headroom(dtype)
-    return rescale_from_scores(s_MN, top_M, m_M, l_ML, scale_log2, MASKED)
+    return s_MN
 
 
 @gluon.jit
-def first_scores(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.constexpr):
+def first_scores(
+    q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSUMER: gl.constexpr
+):
     """(scores of the first key tile, masked; its bias; its number)."""
     kv.consumer_wait(kv_state)
     pingpong_sync(params, CONSUMER)
@@ -97,7 +96,7 @@ def first_scores(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: 
     bias_MN = start_bias(params, tile, row, j)
     s_MN = warpgroup_mma_wait(0, deps=[s_MN])
     kv.consumer_release_k(kv_state)
-    s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j)
+    s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j, factors)
     if needs_mask(blocks, j):
         s_MN = apply_mask(s_MN, blocks, params, tile, row, j)
     return s_MN, bias_MN, j
@@ -117,13 +116,13 @@ def queue_step(q, kv, q_state, kv_state, p_MN, acc, params, CONSUMER: gl.constex
 
 
 @gluon.jit
-def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.constexpr):
+def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSUMER: gl.constexpr):
     """Streams the keys of `blocks` (at least one) past one consumer's rows.
 
     The scores of a tile and the output of the tile before are computed while exponentials run.
     Returns the unnormalised output, maximum, row sums, and the next KV state.
     """
-    dtype: gl.constexpr = q.boxes.dtype
+    dtype: gl.constexpr = kv.v.boxes.dtype
     BLOCK_N: gl.constexpr = params.tile.BLOCK_N
     MASKED: gl.constexpr = is_masked(
         params.mask.HAS_LEFT, params.mask.HAS_RIGHT, params.mask.RANGES
@@ -139,9 +138,12 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.c
     acc = no_output(kv.v, params)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
 
-    s_MN, bias_MN, j = first_scores(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER)
-    m_M = peaks(s_MN, params.mods.scale_log2, IS_NATURAL) + HEAD
-    p_MN = exponentials(s_MN, shift_of(m_M), params.mods.scale_log2, IS_NATURAL)
+    scale_log2, _, _ = factors
+    s_MN, bias_MN, j = first_scores(
+        q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSUMER
+    )
+    m_M = peaks(s_MN, scale_log2, IS_NATURAL) + HEAD
+    p_MN = exponentials(s_MN, shift_of(m_M), scale_log2, IS_NATURAL)
     l_ML = lane_sums(p_MN)
     p_MN = drop(p_MN, params.dropout, tile, row, j * BLOCK_N)
     p_MJ = to_pairs(p_MN, dtype)
@@ -168,9 +170,9 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.c
             kv.consumer_release_k(kv_state)
             # These scores exist only after every warp is done with the tile before.
             kv.consumer_release_kept_k(kv_before)
-            s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j)
+            s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j, factors)
             if SPECULATIVE:
-                p_MN = exponentials(s_MN, m_M, params.mods.scale_log2)
+                p_MN = exponentials(s_MN, m_M, scale_log2)
                 sums_ML = lane_sums(p_MN)
                 before_ML = l_ML
                 l_ML = l_ML + sums_ML
@@ -180,18 +182,12 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.c
                     s_MN = apply_mask_if_needed(s_MN, blocks, params, tile, row, j)
                 if params.tile.RESCALE == "threshold":
                     p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
-                        s_MN,
-                        m_M,
-                        l_ML,
-                        params.mods.scale_log2,
-                        LIMIT,
-                        MASKS_ROWS,
-                        IS_NATURAL=IS_NATURAL,
+                        s_MN, m_M, l_ML, scale_log2, LIMIT, MASKS_ROWS, IS_NATURAL=IS_NATURAL
                     )
                     l_ML = l_ML + lane_sums(p_MN)
                 else:
                     p_MN, m_M, l_ML, alpha_M = softmax_exact(
-                        s_MN, m_M, l_ML, params.mods.scale_log2, MASKS_ROWS, IS_NATURAL
+                        s_MN, m_M, l_ML, scale_log2, MASKS_ROWS, IS_NATURAL
                     )
                     must_rescale = gl.to_tensor(1)
                 p_MN = drop(p_MN, params.dropout, tile, row, j * BLOCK_N)
@@ -221,8 +217,12 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.c
                     must_rescale = vote_above(sums_ML, SUM_LIMIT)
                     p_MJ = to_pairs(p_MN, dtype)
             if must_rescale != 0:
-                p_MN, m_M, before_ML, alpha_M = resolve_overflow(
-                    q, kv, q_state, kv_before, bias_MN, m_M, before_ML, blocks, params, tile, row, j
+                s_MN = score_again(
+                    q, kv, q_state, kv_before, bias_MN, blocks, params, tile, row, j, factors
+                )
+                top_M = gl.max(s_MN, 1) * scale_log2 + HEAD
+                p_MN, m_M, before_ML, alpha_M = rescale_from_scores(
+                    s_MN, top_M, m_M, before_ML, scale_log2, MASKED
                 )
                 l_ML = before_ML + lane_sums(p_MN)
                 p_MJ = to_pairs(p_MN, dtype)

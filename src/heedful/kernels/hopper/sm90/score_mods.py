@@ -44,7 +44,7 @@ def load_bias(mods, tile, row, col, M: gl.constexpr, N: gl.constexpr, layout: gl
 
 
 @gluon.jit
-def add_alibi_and_bias(s_MN, bias_MN, mods, tile, row, col):
+def add_alibi_and_bias(s_MN, bias_MN, mods, tile, row, col, unit):
     """Scores with ALiBi and a bias: raw or, where `unit` is there, in natural units. The fused
     multiply-adds are explicit, since the compiler does not contract expressions alike in every
     loop."""
@@ -60,9 +60,9 @@ def add_alibi_and_bias(s_MN, bias_MN, mods, tile, row, col):
         if mods.unit is None:
             s_MN = gl.fma(distance_MN, -(slope * mods.per_unit), s_MN)
         else:
-            s_MN = gl.fma(distance_MN, -slope, s_MN * mods.unit)
+            s_MN = gl.fma(distance_MN, -slope, s_MN * unit)
             if mods.bias.ptr is not None:
                 s_MN = s_MN + bias_MN.to(gl.float32)
     elif mods.bias.ptr is not None:
-        s_MN = gl.fma(s_MN, mods.unit, bias_MN.to(gl.float32))
+        s_MN = gl.fma(s_MN, unit, bias_MN.to(gl.float32))
     return s_MN

@@ -93,8 +93,9 @@ class TileScheduler:
     empty: gl.shared_memory_descriptor | gl.constexpr = None
 
     @gluon.jit
-    def of(params):
-        """The scheduler of a forward; static if there is no tile counter."""
+    def of(params, readers: gl.constexpr):
+        """The scheduler of a forward; static if there is no tile counter. readers: roles that take
+        the producer's work tiles."""
         tiles = params.order.tiles
         if params.order.varlen_tiles is not None:
             tiles = gl.load(params.order.varlen_tiles) * params.gqa.heads
@@ -105,7 +106,7 @@ class TileScheduler:
             return TileScheduler(tiles, count)
         else:
             counter = params.order.tile_counter
-            return TileScheduler.dynamic(tiles, count, counter, params.tile.CONSUMERS)
+            return TileScheduler.dynamic(tiles, count, counter, readers)
 
     @gluon.jit
     def dynamic(tiles, count, tile_counter, consumers: gl.constexpr):
