@@ -282,13 +282,14 @@ def _pointer(kind: str, address: int) -> torch.Tensor:
 
 
 def _poisoned(shape, dtype, where, strides=None):
-    """Makes tensors full of bytes 0xFF: NaN, or -1."""
+    """Makes dense tensors full of bytes 0xFF: NaN, or -1. strides: by default of contiguous
+    ones."""
 
     def make() -> torch.Tensor:
         tensor = torch.empty(tuple(shape), dtype=dtype, device=where)
         if tensor.numel():
             tensor.view(-1).view(torch.uint8).fill_(0xFF)
-        return tensor
+        return tensor if strides is None else tensor.as_strided(shape, strides)
 
     return make
 
@@ -306,7 +307,9 @@ def gpu(
         "current_device": lambda: None,
         "raw_stream": lambda _: machine.stream,
         "_is_capturing": lambda: machine.capturing,
-        "maker": lambda where: lambda shape, _, dtype: _poisoned(shape, dtype, where)(),
+        "maker": lambda where: (
+            lambda shape, strides, dtype: _poisoned(shape, dtype, where, strides)()
+        ),
     }
     with ExitStack() as stack:
 

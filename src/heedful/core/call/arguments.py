@@ -13,6 +13,9 @@ from heedful.core.call.operands import Operands
 
 # The dropout origin of a call that is no shard.
 WHOLE = (0, 0, 0, 0)
+# No bound on what a query sees. Functions know it by identity and do not check it again, since
+# (-1.0, -1) equals it; but not where they are traced: Dynamo of torch 2.11 compares no identities.
+UNBOUNDED = (-1, -1)
 _LARGEST_ORIGIN = 2**32 - 1
 # The types that these arguments must have.
 WINDOW = "(left, right) or (left, right, first), each an int"
@@ -32,7 +35,7 @@ class Options(NamedTuple):
     dropout_p: Any = 0.0
     softmax_scale: Any = None
     causal: Any = False
-    window_size: Any = (-1, -1)
+    window_size: Any = UNBOUNDED
     softcap: Any = 0.0
     deterministic: Any = False
     return_attn_probs: Any = False

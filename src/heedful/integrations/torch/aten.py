@@ -13,12 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heedful.core.base.arrays import ordered_strides
+from heedful.core.call.arguments import Options, new_operands, new_options
+from heedful.integrations.torch import ways
 from heedful.integrations.torch.alignment import from_top_left
 from heedful.integrations.torch.report import Report
 from heedful.torch.api.attention import flash_attn_func, flash_attn_varlen_func
-from heedful.torch.api.gradients import attention_backward
+from heedful.torch.api.gradients import attention_backward, eager, known_as
 from heedful.torch.base.dispatch import any_autocast
+from heedful.torch.eager.calls import CALLS, attend
 from heedful.torch.eager.execute import current_device, maker
+from heedful.torch.traced import library
 
 # Why calls are passed to torch's own kernels, and the operators some of whose calls are.
 MASKED = "attn_bias: calls with a mask stay torch's"
@@ -36,6 +41,7 @@ _LSE_ROWS = 32
 _IS_HIP = torch.version.hip is not None
 # As torch's own guards do, in a tenth of the time of torch.no_grad.
 _set_grad_enabled = torch._C._set_grad_enabled
+_is_deterministic = torch._C._get_deterministic_algorithms
 
 
 class Kernels:
@@ -76,10 +82,11 @@ class Kernels:
     ):
         """_scaled_dot_product_flash_attention, which is causal from the bottom right."""
         _check_debug(return_debug_mask)
-        state, seed, offset = _states(query.device, dropout_p, of_flash=True)
-        out, lse = _heads_first(query, key, value, dropout_p, is_causal, None, scale, seed)
+        device = query.device
+        state, seed, offset = _states(device, dropout_p, of_flash=True)
+        out, lse = _heads_first(query, key, value, dropout_p, is_causal, scale, seed)
         self._report.count("_scaled_dot_product_flash_attention")
-        debug = _empty((0,), query.dtype, query.device)
+        debug = _nothing(query.dtype, device)
         return out, lse, None, None, query.shape[2], key.shape[2], state, offset, debug
 
     def sdpa_flash_backward(
@@ -102,7 +109,7 @@ class Kernels:
         scale: float | None = None,
     ):
         """_scaled_dot_product_flash_attention_backward."""
-        how = dropout_p, is_causal, None, scale, philox_seed
+        how = dropout_p, is_causal, scale, philox_seed
         grads = _heads_first_backward(grad_out, query, key, value, out, logsumexp, *how)
         self._report.count("_scaled_dot_product_flash_attention_backward")
         return grads
@@ -130,10 +137,12 @@ class Kernels:
         _check_debug(return_debug_mask)
         rows, columns = query.shape[2], key.shape[2]
         state, seed, offset = _states(query.device, dropout_p, of_flash=False)
-        k, v, causal, window = from_top_left(query, key, value, is_causal)
-        out, lse = _heads_first(query, k, v, dropout_p, causal, window, scale, seed)
+        how = dropout_p, is_causal, scale, seed
+        out, lse = _heads_first(query, key, value, *how, True, has_lse=compute_log_sumexp)
         self._report.count(HANDED_BACK[0])
-        return out, lse.unsqueeze(-1), None, None, rows, columns, state, offset, None
+        if lse is not None:
+            lse = lse.unsqueeze(-1)
+        return out, lse, None, None, rows, columns, state, offset, None
 
     def sdpa_cudnn_backward(
         self,
@@ -161,9 +170,8 @@ class Kernels:
             given = grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset
             more = attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal
             return self._torchs_own(MASKED, HANDED_BACK[1], keys, *given, *more, scale=scale)
-        lse = logsumexp.squeeze(-1)
-        how = dropout_p, is_causal, scale, philox_seed
-        grads = _from_top_left_backward(grad_out, query, key, value, out, lse, *how)
+        how = dropout_p, is_causal, scale, philox_seed, True
+        grads = _heads_first_backward(grad_out, query, key, value, out, logsumexp, *how)
         self._report.count(HANDED_BACK[1])
         return grads
 
@@ -187,13 +195,12 @@ class Kernels:
             given = query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal
             return self._torchs_own(reason, HANDED_BACK[2], keys, *given, scale=scale)
         state, seed, offset = _states(query.device, dropout_p, of_flash=False)
-        k, v, causal, window = from_top_left(query, key, value, is_causal)
-        how = dropout_p, causal, window, scale, seed
-        out, lse = _heads_first(query, k, v, *how, rows_first=True)
+        how = dropout_p, is_causal, scale, seed
+        out, lse = _heads_first(query, key, value, *how, True, True, compute_log_sumexp)
         self._report.count(HANDED_BACK[2])
-        batch, heads, rows = lse.shape
-        if not compute_log_sumexp:
-            lse = _empty((batch, heads, 0), torch.float32, query.device)
+        batch, heads, rows, _ = query.shape
+        if lse is None:
+            lse = torch.empty((batch, heads, 0), dtype=torch.float32, device=query.device)
         elif rows % _LSE_ROWS and not _IS_HIP:
             lse = torch.nn.functional.pad(lse, (0, -rows % _LSE_ROWS))
         return out, lse, state, offset
@@ -222,11 +229,8 @@ class Kernels:
             given = grad_out_, query, key, value, attn_bias, out, logsumexp
             more = philox_seed, philox_offset, dropout_p, grad_input_mask, is_causal
             return self._torchs_own(reason, HANDED_BACK[3], keys, *given, *more, scale=scale)
-        lse = logsumexp[:, :, : query.shape[2]].contiguous()
-        how = dropout_p, is_causal, scale, philox_seed
-        grads = _from_top_left_backward(
-            grad_out_, query, key, value, out, lse, *how, rows_first=True
-        )
+        how = dropout_p, is_causal, scale, philox_seed, True, True
+        grads = _heads_first_backward(grad_out_, query, key, value, out, logsumexp, *how)
         self._report.count(HANDED_BACK[3])
         return *grads, None
 
@@ -258,7 +262,7 @@ class Kernels:
             query, key, value, lengths, dropout_p, is_causal, window, scale, seed, into, **more
         )
         self._report.count("_flash_attention_forward")
-        return out, lse, state, offset, _empty((0,), query.dtype, query.device)
+        return out, lse, state, offset, _nothing(query.dtype, query.device)
 
     def flash_into(
         self,
@@ -334,7 +338,7 @@ class Kernels:
         )
         self._report.count("_flash_attention_backward")
         pairs = zip(found[:3], (query, key, value), strict=True)
-        return tuple([_laid_out(grad, x) for grad, x in pairs])
+        return tuple([grad if _in_order(x) else _like(x, x.shape).copy_(grad) for grad, x in pairs])
 
     def _torchs_own(self, reason: str, name: str, keys, *args, **kwargs):
         """The result of torch's own kernel."""
@@ -362,62 +366,104 @@ def _not_ours(query: Tensor, value: Tensor, attn_bias: Tensor | None) -> str | N
     return WIDE if query.dtype.itemsize != 2 or dims > _MOST_DIM else None
 
 
-def _from_top_left_backward(
-    dout, query, key, value, out, lse, dropout_p, is_causal, scale, state, rows_first=False
-):
-    """Gradients of query, key and value of a call that `from_top_left` aligned."""
-    k, v, causal, window = from_top_left(query, key, value, is_causal)
-    how = dropout_p, causal, window, scale, state, rows_first
-    dq, dk, dv = _heads_first_backward(dout, query, k, v, out, lse, *how)
-    if k is not key:
-        dk, dv = _padded(dk, key, rows_first), _padded(dv, value, rows_first)
-    return dq, dk, dv
-
-
 def _heads_first(
-    query, key, value, dropout_p, causal, window, scale, seed, rows_first: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    seed: Tensor | None,
+    top_left: bool = False,
+    rows_first: bool = False,
+    has_lse: bool = True,
 ):
-    """(out, lse) of operands (batch, heads, rows, dim). rows_first: out is stored with rows before
-    heads; else as query is."""
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    rows_first = rows_first or _in_order(q)
-    if rows_first and not (dropout_p or window or any_autocast()):
-        # As below, in two thirds of the time.
-        records = torch.is_grad_enabled()
-        _set_grad_enabled(False)
-        try:
-            out, lse = flash_attn_func(q, k, v, 0.0, scale, causal, return_lse=True)
-        finally:
-            _set_grad_enabled(records)
-        return out.transpose(1, 2), lse
-    how: dict[str, Any] = {"return_lse": True, "dropout_seed": seed}
-    if window is not None:
-        how["window_size"] = window
-    if not rows_first:
-        how["out"] = _like(query, (*query.shape[:3], value.shape[3])).transpose(1, 2)
-    out, lse = _bare(flash_attn_func, q, k, v, dropout_p, scale, causal, **how)
-    return out.transpose(1, 2), lse
+    """(out, lse) of (batch, heads, rows, dim). top_left: where a causal mask is aligned, else
+    bottom right. rows_first: out lies so in memory, else as query does. has_lse: else lse is
+    None."""
+    facts = is_causal, scale, top_left, rows_first, has_lse, _is_deterministic()
+    how = ("forward", facts, query.shape, key.shape)
+    found = None if dropout_p else ways.find(how, (query, key, value))
+    if found is None:
+        found = _bare(_new_forward, query, key, value, dropout_p, seed, facts, how)
+    return found[0].transpose(1, 2), found[1]
+
+
+def _new_forward(query, key, value, dropout_p, seed, facts, how) -> tuple:
+    """(out, lse) of (batch, rows, heads, dim) of a call that is not known."""
+    is_causal, scale, top_left, rows_first, has_lse, deterministic = facts
+    q, k, v, causal, window = _aligned(query, key, value, is_causal, top_left)
+    out = None if rows_first or _in_order(q) else _like(q, (*q.shape[:3], v.shape[3]))
+    options = _options(dropout_p, scale, causal, window, deterministic, has_lse)
+    found = attend(q, k, v, None, options, out, seed, library.attend)
+    if not dropout_p:
+        ways.keep_forward(how, (query, key, value), (q, k, v), options, out)
+    return found if has_lse else (found, None)
 
 
 def _heads_first_backward(
-    dout, query, key, value, out, lse, dropout_p, causal, window, scale, state, rows_first=False
-):
-    """Gradients of query, key and value, (batch, heads, rows, dim). rows_first: they are stored
-    with rows before heads; else each as its operand is."""
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    state: Tensor,
+    top_left: bool = False,
+    rows_first: bool = False,
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value, of (batch, heads, rows, dim). lse: as the forward's
+    operator returns it. rows_first: they lie so in memory; else each as its operand does."""
+    facts = is_causal, scale, top_left, rows_first, _is_deterministic()
+    how, given = ("backward", facts, query.shape, key.shape), (query, key, value, out, lse, dout)
+    found = None if dropout_p else ways.find(how, given)
+    if found is None:
+        return _bare(_new_backward, *given, dropout_p, state, facts, how)
+    dq, dk, dv, *_ = found
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _new_backward(query, key, value, out, lse, dout, dropout_p, state, facts, how):
+    """As `_heads_first_backward`, of a call that is not known."""
+    given = query, key, value, out, lse, dout
+    is_causal, scale, top_left, rows_first, deterministic = facts
+    q, k, v, causal, window = _aligned(query, key, value, is_causal, top_left)
+    # Some operators have one more dim, some rows beyond the last.
+    lse = lse.flatten(2)[:, :, : query.shape[2]].contiguous()
+    out, dout = out.transpose(1, 2), dout.transpose(1, 2)
+    options = _options(dropout_p, scale, causal, window, deterministic, True)
+    seed = _seed(state) if dropout_p else None
+    laid_out = not (rows_first or all([_in_order(x) for x in (q, k, v)]))
+    call = new_operands(q=q, k=k, v=v), options, (dout, None, out, lse), seed, False, laid_out
+    grads = eager(*call)[:3]
+    if not dropout_p and k.shape[1] == key.shape[2]:
+        bound, tensors = CALLS.latest.get(known_as(*call)), (q, k, v, out, lse, dout)
+        ways.keep_backward(how, given, bound, tensors, 2 * laid_out)
+    pairs = zip(grads, (query, key, value), strict=True)
+    return tuple([_of_whole(grad.transpose(1, 2), x, rows_first) for grad, x in pairs])
+
+
+def _aligned(query, key, value, is_causal: bool, top_left: bool):
+    """(q, k, v, causal, window) of our own calls, (batch, rows, heads, dim)."""
+    window = None
+    if top_left:
+        key, value, is_causal, window = from_top_left(query, key, value, is_causal)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    dout, out = dout.transpose(1, 2), out.transpose(1, 2)
-    how: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
-    if window is not None:
-        how["window_size"] = window
-    if dropout_p:
-        how |= {"dropout_p": dropout_p, "dropout_seed": _seed(state)}
-    dq, dk, dv, *_ = _bare(attention_backward, dout, q, k, v, out, lse, **how)
-    if rows_first:
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-    return (
-        _laid_out(dq, q).transpose(1, 2),
-        _laid_out(dk, k).transpose(1, 2),
-        _laid_out(dv, v).transpose(1, 2),
+    return q, k, v, is_causal, window or (-1, -1)
+
+
+def _options(dropout_p, scale, causal, window, deterministic, has_lse) -> Options:
+    return new_options(
+        kind="dense",
+        dropout_p=dropout_p,
+        softmax_scale=scale,
+        causal=causal,
+        window_size=window,
+        deterministic=deterministic,
+        return_lse=has_lse,
     )
 
 
@@ -478,14 +524,20 @@ def _window(left: int | None, right: int | None) -> tuple[int, int]:
 
 
 def _states(device: torch.device, dropout_p: float, of_flash: bool):
-    """(state, dropout_seed, offset): the tensors that torch saves for the backward, and heedful's
-    seed. Without dropout their values are not read."""
+    """(state, dropout_seed, offset): what torch keeps for the backward, and what heedful draws
+    from. Nobody reads the values where nothing is dropped. They are new each time all the same:
+    graphs of torch.compile take no tensors from elsewhere, and write into those that they need no
+    more."""
     is_pair = of_flash and not _IS_HIP
-    shape = (2,) if is_pair else ()
+    shape, strides = ((2,), (1,)) if is_pair else ((), ())
     dtype = torch.uint64 if is_pair else torch.int64
-    offset = _empty((), dtype, device)
+    if device.type == "cuda" and device.index != current_device():
+        with torch.cuda.device(device):
+            return _states(device, dropout_p, of_flash)
+    make = _maker(device)
+    offset = make((), (), dtype)
     if not dropout_p:
-        return _empty(shape, dtype, device), None, offset
+        return make(shape, strides, dtype), None, offset
     drawn = torch.randint(2**63 - 1, shape, dtype=torch.int64, device=device)
     return drawn.view(dtype), drawn.view(-1)[:1], offset
 
@@ -495,13 +547,13 @@ def _seed(state: Tensor) -> Tensor:
     return state.view(torch.int64).view(-1)[:1]
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type == "cuda" and device.index == current_device():
-        return _maker(device)(shape, (1,) * len(shape), dtype)
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
 _maker = lru_cache(maxsize=64)(maker)
+
+
+@lru_cache(maxsize=64)
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor without elements, and so without memory: one will do for all."""
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def _in_order(x: Tensor) -> bool:
@@ -512,26 +564,23 @@ def _in_order(x: Tensor) -> bool:
 
 
 def _like(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """An uninitialised tensor of this shape whose dims have the order of x's in memory."""
-    order = sorted(range(x.dim()), key=lambda dim: x.stride(dim), reverse=True)
-    strides, size = [0] * x.dim(), 1
-    for dim in reversed(order):
-        strides[dim] = size
-        size *= shape[dim]
-    return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+    """An empty tensor of this shape whose dims lie in memory in x's order."""
+    return x.new_empty_strided(shape, ordered_strides(shape, x.stride()))
 
 
-def _laid_out(grad: Tensor, x: Tensor) -> Tensor:
-    """A gradient with x's order of dims in memory."""
-    return grad if _in_order(x) else _like(x, x.shape).copy_(grad)
-
-
-def _padded(grad: Tensor, x: Tensor, rows_first: bool) -> Tensor:
-    """The gradient of x, (batch, heads, rows, dim), from that of its first rows, with 0 for the
-    others."""
+def _of_whole(grad: Tensor, x: Tensor, rows_first: bool) -> Tensor:
+    """The gradient of x, (batch, heads, rows, dim), given that of its first rows, whose rows lie
+    before its heads or as x lies: others have none. rows_first: it lies so; else as x does."""
+    if grad.shape[2] == x.shape[2] and (
+        rows_first
+        or _in_order(x.transpose(1, 2))
+        or grad.stride() == ordered_strides(x.shape, x.stride())
+    ):
+        return grad
     batch, heads, rows, dim = x.shape
-    whole = torch.zeros_like(x)
+    whole = _like(x, x.shape)
     if rows_first:
-        whole = x.new_zeros((batch, rows, heads, dim)).transpose(1, 2)
+        whole = x.new_empty((batch, rows, heads, dim)).transpose(1, 2)
     whole[:, :, : grad.shape[2]] = grad
+    whole[:, :, grad.shape[2] :] = 0
     return whole

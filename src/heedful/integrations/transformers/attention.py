@@ -11,6 +11,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from transformers.utils import logging
 
 from heedful import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from heedful.core.call.arguments import UNBOUNDED
 from heedful.integrations.transformers.compact import Compact, dense, is_compact, read
 from heedful.integrations.transformers.masks import documents
 from heedful.integrations.transformers.paths import count, count_dense
@@ -64,7 +65,7 @@ def attention(
     if q.shape[0] != k.shape[0]:  # Learned queries, which all rows share.
         rows = max(q.shape[0], k.shape[0])
         q, k, v = (x.expand(rows, -1, -1, -1) for x in (q, k, v))
-    window = (-1, -1)
+    window = UNBOUNDED
     if sliding_window is not None:
         window = (sliding_window - 1, 0 if causal else sliding_window - 1)
     how = {
@@ -167,52 +168,58 @@ def _compact(q, k, v, lengths: Compact, dropout: float, how: dict) -> Tensor:
     if lengths.whole:
         count("compact, dense call")
         return flash_attn_func(q, k, v, dropout, **how)
-    keys = _cache_lengths(q, k, v, lengths, dropout)
+    is_recorded = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad
+    )
+    keys = None
+    if not is_recorded and not dropout and q.dtype == k.dtype:
+        keys = _row_lengths(q, k, v, lengths)
     if keys is not None:
         count("compact, cache call")
-        return flash_attn_with_kvcache(q, k, v, cache_seqlens=keys[0], cache_leftpad=keys[1], **how)
+        used, leftpad = keys
+        if leftpad is None:  # It takes less of the host's time.
+            return flash_attn_with_kvcache(q, k, v, cache_seqlens=used, **how)
+        return flash_attn_func(q, k, v, seqused_k=used, leftpad_k=leftpad, **how)
     count("compact, packed call")
+    cu_q, cu_k, used = lengths.pieces_q, lengths.pieces_k, {}
+    if cu_q is None or cu_k is None or not is_recorded:
+        # Where a token counts for nothing, Hopper has a forward and no backward of its own.
+        cu_q, cu_k = lengths.cu_q, lengths.cu_k
+        used = {"seqused_q": lengths.used_q, "seqused_k": lengths.used_k}
     out = flash_attn_varlen_func(
         _flat(q),
         _flat(k),
         _flat(v),
-        lengths.cu_q,
-        lengths.cu_k,
+        cu_q,
+        cu_k,
         q.shape[1],
         k.shape[1],
         dropout,
-        seqused_q=lengths.used_q,
-        seqused_k=lengths.used_k,
+        **used,
         **how,
     )
     return out.view(q.shape[0], q.shape[1], *out.shape[1:])
 
 
-def _cache_lengths(q, k, v, lengths: Compact, dropout: float) -> tuple[Tensor, Tensor] | None:
-    """Where each row's keys end and begin, if flash_attn_with_kvcache can run the call: it reads
-    the cache in place, whereas packed sequences would be copied, unless rows of keys are
-    adjacent."""
+def _row_lengths(q, k, v, lengths: Compact) -> tuple[Tensor, Any] | None:
+    """How many keys each row has and where they begin, if a call that reads rows as they lie may
+    serve: packed sequences would be copied, unless rows of keys follow each other."""
     batch, q_length = q.shape[:2]
-    if dropout or q.dtype != k.dtype:
-        return None
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return None
-    if lengths.cache_seqlens is not None and lengths.leftpad is not None:
+    if lengths.seqused_k is not None:
         if q_length > 1 and batch > 1 and k.is_contiguous() and v.is_contiguous():
             return None
-        return lengths.cache_seqlens, lengths.leftpad
+        return lengths.seqused_k, lengths.leftpad_k
     if q_length > 1 or not lengths.causal or lengths.used_q.shape[0] != batch + 1:
         return None
     row = torch.arange(batch, device=q.device, dtype=torch.int32) * k.shape[1]
-    first = lengths.cu_k[1:-1] - row
-    return first + lengths.used_k[1:], first
+    return lengths.used_k[1:], lengths.cu_k[1:-1] - row
 
 
 def _biased(q, k, v, mask, position_bias, dropout: float, how: dict) -> Tensor:
     """Attention with a mask of queries x keys."""
     count_dense(mask, position_bias is not None)
     if mask is not None:
-        how = {**how, "causal": False, "window_size": (-1, -1)}  # The mask has both.
+        how = {**how, "causal": False, "window_size": UNBOUNDED}  # The mask has both.
     return flash_attn_func(q, k, v, dropout, bias=_bias(q, k, mask, position_bias), **how)
 
 

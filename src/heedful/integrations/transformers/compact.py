@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from heedful.core.call.arguments import UNBOUNDED
+
 _ATTRIBUTE = "_heedful_compact"
 # No model computes masks in it.
 _DTYPE = torch.float8_e4m3fn
@@ -30,8 +32,10 @@ class Compact(NamedTuple):
 
     In eager mode a mask also knows:
     whole: each row of the batch is one sequence that uses all of it.
-    cache_seqlens, leftpad: int32 (batch,), where each row of the batch is one sequence whose last
-    tokens are the queries: where its keys end and begin.
+    seqused_k, leftpad_k: int32 (batch,), where each row of the batch is one sequence whose last
+    tokens are the queries: how many keys it has, and where they begin; at 0 without leftpad_k.
+    pieces_q, pieces_k: as cu_q and cu_k, of sequences that use all of their storage: tokens that
+    count for nothing are sequences without keys, or without queries.
     """
 
     cu_q: Tensor
@@ -41,23 +45,30 @@ class Compact(NamedTuple):
     causal: bool
     left: int
     whole: bool = False
-    cache_seqlens: Tensor | None = None
-    leftpad: Tensor | None = None
+    seqused_k: Tensor | None = None
+    leftpad_k: Tensor | None = None
+    pieces_q: Tensor | None = None
+    pieces_k: Tensor | None = None
 
     @property
     def window(self) -> tuple[int, int]:
         """As `window_size` of our calls."""
-        return self.left, self.left if self.left < 0 or not self.causal else 0
+        if self.left < 0:
+            return UNBOUNDED
+        return self.left, 0 if self.causal else self.left
 
     def as_mask(self) -> Tensor:
         """The mask that transformers hands to the layers."""
         used = [torch.nn.functional.pad(x, (0, 1)) for x in (self.used_q, self.used_k)]
         rows = torch.cat([self.cu_q, self.cu_k, *used]).int()
-        mask = rows.view(_DTYPE).view(1, 1, -1, 1)
-        mask = mask.expand(1 + self.causal, 2 + self.left, -1, 1)
+        mask = _of_bytes(rows, self.causal, self.left)
         if not is_compiling():
-            setattr(mask, _ATTRIBUTE, self._replace(**_parts(rows)))
+            setattr(mask, _ATTRIBUTE, self)
         return mask
+
+
+def _of_bytes(rows: Tensor, causal: bool, left: int) -> Tensor:
+    return rows.view(_DTYPE).view(1, 1, -1, 1).expand(1 + causal, 2 + left, -1, 1)
 
 
 def is_compact(mask: Tensor) -> bool:
@@ -116,6 +127,56 @@ def of_rows(begin: Tensor, stop: Tensor, first: Tensor, last: Tensor, lengths: t
         "used_q": used[0].int(),
         "used_k": used[1].int(),
     }
+
+
+def known_mask(
+    rows: tuple[list[int], ...], lengths: tuple[int, int], device, has_last: bool, **facts: Any
+) -> Tensor:
+    """The mask of one sequence in each row of a batch, whose numbers the host knows. rows: begin,
+    stop, first, last, and lengths: as of `of_rows`. has_last: the queries are each row's last
+    tokens. facts: causal, left and whole of a Compact."""
+    begin, stop, first, last = rows
+    batch = len(begin)
+    cu_q, cu_k = (
+        [0, *[row * length + at for row, at in enumerate(starts)], batch * length]
+        for length, starts in zip(lengths, (begin, first), strict=True)
+    )
+    used_q, used_k = (
+        [0, *[max(0, end - start) for start, end in zip(starts, ends, strict=True)]]
+        for starts, ends in ((begin, stop), (first, last))
+    )
+    parts = {"cu_q": cu_q, "cu_k": cu_k, "used_q": used_q, "used_k": used_k}
+    if has_last:
+        parts["seqused_k"] = used_k[1:]
+    if has_last and any(first):
+        parts["leftpad_k"] = first
+    if torch.is_grad_enabled():
+        parts["pieces_q"], parts["pieces_k"] = _pieces(rows, lengths)
+    values, places = [*cu_q, *cu_k, *used_q, 0, *used_k, 0], {}
+    end = len(values)
+    for name, part in parts.items():
+        # Calls are known the fastest whose operands begin at multiples of 16 bytes.
+        values += [0] * (-len(values) % 4)
+        places[name] = slice(len(values), len(values) + len(part))
+        values += part
+    made = torch.tensor(values, dtype=torch.int32, device="cpu").to(device)
+    mask = _of_bytes(made[:end], facts["causal"], facts["left"])
+    found = Compact(**{name: made[place] for name, place in places.items()}, **facts)
+    setattr(mask, _ATTRIBUTE, found)
+    return mask
+
+
+def _pieces(rows: tuple[list[int], ...], lengths: tuple[int, int]) -> tuple[list[int], list[int]]:
+    """As of a Compact, from what `known_mask` is given."""
+    cu_q, cu_k = [0], [0]
+    queries, keys = lengths
+    for begin, stop, first, last in zip(*rows, strict=True):
+        sizes = (begin, 0), (0, first), (stop - begin, last - first), (queries - stop, 0)
+        for of_q, of_k in (*sizes, (0, keys - last)):
+            if of_q or of_k:
+                cu_q.append(cu_q[-1] + of_q)
+                cu_k.append(cu_k[-1] + of_k)
+    return cu_q, cu_k
 
 
 def dense(found: Compact, batch: int, q_length: int, k_length: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from transformers import masking_utils
 
-from heedful.integrations.transformers.compact import Compact, of_rows
+from heedful.integrations.transformers.compact import Compact, known_mask, of_rows
 from heedful.integrations.transformers.paths import tell_why
 from heedful.integrations.transformers.patterns import Pattern, Request, find, find_traced
 
@@ -125,7 +125,7 @@ def _of_lengths(
         return "a window to both sides, with keys after the last query"
     if padding is None:
         return _unpadded(found, place)
-    return _padded(found, place, padding)
+    return (_padded_traced if is_compiling() else _padded)(found, place, padding)
 
 
 def _hides(found: Pattern, place: Place) -> bool:
@@ -137,38 +137,76 @@ def _unpadded(found: Pattern, place: Place) -> Tensor | None:
     whole = not found.causal or place.ends_with_keys
     if whole and not _hides(found, place):
         return None
+    if not place.is_static and not is_compiling():
+        keys = [0] * place.batch, [place.kv_length] * place.batch
+        return _of_known_rows(found, place, keys, whole, found.causal)
     first = torch.zeros(place.batch, dtype=torch.int32, device=place.device)
     last = _last_seen(torch.full_like(first, place.kv_length), found, place)
     return _of_rows(found, place, (first, last), whole, found.causal)
 
 
 def _padded(found: Pattern, place: Place, padding: Tensor) -> Tensor | str | None:
-    """As `_of_lengths`, with padding: waits for the device once, or in compiled code lets the
-    device check."""
+    """As `_of_lengths`: one wait for the device."""
+    # By row how many tokens count, and how many lie before and after them.
+    at = padding.bool().view(torch.uint8)
+    facts = [padding.sum(1), at.argmax(1), at.flip(1).argmax(1)]
+    if isinstance(place.begin, Tensor):
+        facts.append(place.begin.reshape(-1)[:1].long())
+    read = torch.cat(facts).tolist()
+    rows = padding.shape[0]
+    count, first, after = read[:rows], read[rows : 2 * rows], read[2 * rows : 3 * rows]
+    if isinstance(place.begin, Tensor):
+        place = place._replace(begin=read[-1])
+    last = [place.kv_length - n if c else 0 for n, c in zip(after, count, strict=True)]
+    if any([end - start != n for start, end, n in zip(first, last, count, strict=True)]):
+        return "an attention_mask with holes inside of a sequence"
+    is_full = all([n == place.kv_length for n in count])
+    whole = is_full and (not found.causal or place.ends_with_keys)
+    # Padding to the right of a causal mask: what counts sees none of it.
+    from_start = place.begin == 0 and place.ends_with_keys
+    whole = bool(whole or (found.causal and not any(first) and from_start))
+    if whole and not _hides(found, place):
+        return None
+    has_last = found.causal and all([end >= place.end for end in last])
+    return _of_known_rows(found, place, (first, last), whole, has_last)
+
+
+def _padded_traced(found: Pattern, place: Place, padding: Tensor) -> Tensor:
+    """As `_padded` in compiled code: the device checks what the host does not know."""
     at = torch.arange(place.kv_length, device=padding.device)
     count = padding.sum(1)
     first = padding.int().argmax(1)
     last = first + count
-    unbroken = (padding == ((at >= first[:, None]) & (at < last[:, None]))).all()
-    if is_compiling():
-        _check_there(
-            unbroken, "heedful: compiled code takes no attention_mask with holes in a sequence"
+    _check_there(
+        (padding == ((at >= first[:, None]) & (at < last[:, None]))).all(),
+        "heedful: compiled code takes no attention_mask with holes in a sequence",
+    )
+    return _of_rows(found, place, (first, _last_seen(last, found, place)), False, False)
+
+
+def _of_known_rows(
+    found: Pattern, place: Place, keys: tuple[list[int], list[int]], whole: bool, has_last: bool
+) -> Tensor:
+    """As `_of_rows` of numbers that the host knows: one copy to the device."""
+    first, last = keys
+    begin, stop = [0] * len(first), [place.q_length] * len(first)
+    if found.causal:
+        last = [min(end, int(place.end)) for end in last]
+    if found.causal or found.left >= 0:
+        # A query stands at a key of its own.
+        begin, stop = (
+            [max(0, min(int(key - place.begin), place.q_length)) for key in ends]
+            for ends in (first, last)
         )
-        whole = has_last = False
-    else:
-        reaches = (last >= place.end).all() if found.causal else unbroken
-        facts = [unbroken, (count == place.kv_length).all(), (first == 0).all(), reaches]
-        is_unbroken, is_full, at_start, has_last = torch.stack(facts).tolist()
-        if not is_unbroken:
-            return "an attention_mask with holes inside of a sequence"
-        whole = is_full and (not found.causal or place.ends_with_keys)
-        # Padding on the right under a causal mask: no real token sees it.
-        from_start = not place.is_static and place.begin == 0 and place.ends_with_keys
-        whole = bool(whole or (found.causal and at_start and from_start))
-        if whole and not _hides(found, place):
-            return None
-    last = _last_seen(last, found, place)
-    return _of_rows(found, place, (first, last), whole, found.causal and has_last)
+    return known_mask(
+        (begin, stop, first, last),
+        (place.q_length, place.kv_length),
+        place.device,
+        has_last,
+        causal=found.causal,
+        left=found.left if _hides(found, place) else -1,
+        whole=whole,
+    )
 
 
 def _last_seen(last: Tensor, found: Pattern, place: Place) -> Tensor:
@@ -197,8 +235,8 @@ def _of_rows(
         causal=found.causal,
         left=found.left if _hides(found, place) else -1,
         whole=whole,
-        cache_seqlens=last.int() if has_last else None,
-        leftpad=first.int() if has_last else None,
+        seqused_k=(last - first).int() if has_last else None,
+        leftpad_k=first.int() if has_last else None,
     )
     return made.as_mask()
 

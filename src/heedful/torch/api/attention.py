@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, are_deterministic_algorithms_enabled
 
 from heedful.core.call.arguments import (
+    UNBOUNDED,
     WHOLE,
     Options,
     new_operands,
@@ -18,10 +19,6 @@ from heedful.torch.eager.calls import attend
 from heedful.torch.operands.plain import plain_length, plain_origin, plain_window
 from heedful.torch.traced import library
 
-# The default window needs no check. It is recognised by identity, since (-1.0, -1) equals it. A
-# traced call does not use this: Dynamo of torch 2.11 cannot compare identities.
-_UNBOUNDED = (-1, -1)
-
 
 def flash_attn_func(
     q: Tensor,
@@ -30,7 +27,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] | Tensor = _UNBOUNDED,
+    window_size: Sequence[int] | Tensor = UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -120,7 +117,7 @@ def flash_attn_func(
     if s_aux is not None or learnable_sink is not None:
         sink = one_sink(sink, s_aux, learnable_sink)
     dispatched = needs_dispatcher(q, k, v)
-    if dispatched or window_size is not _UNBOUNDED:
+    if dispatched or window_size is not UNBOUNDED:
         window_size = plain_window(window_size)
     if dispatched or dropout_origin is not WHOLE:
         dropout_origin = plain_origin(dropout_origin)
@@ -181,7 +178,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] | Tensor = _UNBOUNDED,
+    window_size: Sequence[int] | Tensor = UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -242,7 +239,7 @@ def flash_attn_varlen_func(
     if s_aux is not None or learnable_sink is not None:
         sink = one_sink(sink, s_aux, learnable_sink)
     dispatched = needs_dispatcher(q, k, v)
-    if dispatched or window_size is not _UNBOUNDED:
+    if dispatched or window_size is not UNBOUNDED:
         window_size = plain_window(window_size)
     if dispatched or dropout_origin is not WHOLE:
         dropout_origin = plain_origin(dropout_origin)

@@ -8,6 +8,7 @@ from torch import Tensor, are_deterministic_algorithms_enabled
 
 from heedful.core.call.arguments import (
     NUMBERS,
+    UNBOUNDED,
     WHOLE,
     Options,
     new_operands,
@@ -22,8 +23,6 @@ from heedful.torch.eager.calls import CALLS
 from heedful.torch.operands.plain import plain_origin, plain_window
 from heedful.torch.traced import library
 from heedful.torch.traced.private import wants_gradients
-
-_UNBOUNDED = (-1, -1)
 
 
 def attention_backward(
@@ -46,7 +45,7 @@ def attention_backward(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] | Tensor = _UNBOUNDED,
+    window_size: Sequence[int] | Tensor = UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -87,7 +86,7 @@ def attention_backward(
     if s_aux is not None or learnable_sink is not None:
         sink = one_sink(sink, s_aux, learnable_sink)
     dispatched = needs_dispatcher(q, k, v)
-    if dispatched or window_size is not _UNBOUNDED:
+    if dispatched or window_size is not UNBOUNDED:
         window_size = plain_window(window_size)
     if dispatched or dropout_origin is not WHOLE:
         dropout_origin = plain_origin(dropout_origin)
@@ -131,16 +130,24 @@ def attention_backward(
     saved = dout, dlse, out, lse
     if dispatched or wants_gradients((*x, *saved)):
         return library.differentiate(x, options, saved, dropout_seed, bias_grad)
-    return _eager(x, options, saved, dropout_seed, bias_grad)
+    return eager(x, options, saved, dropout_seed, bias_grad)
 
 
-def _eager(x: Operands, options: Options, saved: tuple, seed, bias_grad: bool) -> Gradients:
-    """The gradients of a call that no transform or tracer sees. saved: dout, dlse, out, lse."""
+def known_as(x: Operands, options: Options, saved: tuple, seed, bias_grad, laid_out=False) -> tuple:
+    """Where `eager` keeps the last such call in `CALLS.latest`."""
+    types = map(type, (*options[NUMBERS], *x, *saved, seed, bias_grad))
+    return "backward", options, bias_grad, laid_out, *types
+
+
+def eager(
+    x: Operands, options: Options, saved: tuple, seed, bias_grad: bool, laid_out: bool = False
+) -> Gradients:
+    """The gradients of a call that no transform or tracer sees. saved: dout, dlse, out, lse.
+    laid_out: as in Backwards."""
     dout, dlse, out, lse = saved
     how, call = None, None
     try:
-        types = map(type, (*options[NUMBERS], *x, *saved, seed, bias_grad))
-        how = ("backward", options, bias_grad, *types)
+        how = known_as(x, options, saved, seed, bias_grad, laid_out)
         # If tensors are like those of the last such call, no key is made.
         call = CALLS.latest.get(how)
     except TypeError:
@@ -148,10 +155,11 @@ def _eager(x: Operands, options: Options, saved: tuple, seed, bias_grad: bool) -
         how = None
     if call is not None and (dlse is None or _lies_as(dlse, lse)):
         given = x if call.plain else call.seeded(x, seed)
-        found = call.backwards.like_latest((*call.backwards.pick(given), out, lse, dout), dlse)
+        tensors = *call.backwards.pick(given), out, lse, dout
+        found = call.backwards.like_latest(tensors, dlse, 2 if laid_out else int(dlse is not None))
         if found is not None:
             return library.own_gradients(found, x)
-    return library.differentiate(x, options, saved, seed, bias_grad, known_as=how)
+    return library.differentiate(x, options, saved, seed, bias_grad, how, laid_out)
 
 
 def _lies_as(dlse: Tensor, lse: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 from heedful.core.base.numbers import FAR, LONGEST
 from heedful.core.call.arguments import (
     NUMBERS,
+    UNBOUNDED,
     CacheUpdate,
     Options,
     argument_name,
@@ -48,7 +49,6 @@ from heedful.torch.operands.plain import is_same, plain_options, plain_update, p
 from heedful.torch.operands.values import check_room
 from heedful.torch.traced import library
 
-_UNBOUNDED = (-1, -1)
 # The arguments that hold tensors.
 _ARGUMENTS = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens")
 _ARGUMENTS += ("cache_batch_idx", "cache_leftpad", "block_table", "alibi_slopes", "k_descale")
@@ -80,7 +80,7 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] | Tensor = _UNBOUNDED,
+    window_size: Sequence[int] | Tensor = UNBOUNDED,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
@@ -158,7 +158,7 @@ def flash_attn_with_kvcache(
     if s_aux is not None or learnable_sink is not None:
         sink = one_sink(sink, s_aux, learnable_sink)
     dispatched = needs_dispatcher(q, k_cache, v_cache)
-    if dispatched or window_size is not _UNBOUNDED:
+    if dispatched or window_size is not UNBOUNDED:
         window_size = plain_window(window_size)
     if not dispatched and any_autocast() and is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k_cache, k, v)

@@ -167,8 +167,6 @@ def has_shards(values: Iterable[Any]) -> bool:
     """Whether one of these values, of any type, is a DTensor. Does not load the module of
     DTensors."""
     odd = [value for value in values if isinstance(value, Tensor) and type(value) not in OWN]
-    if not odd:
-        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any([isinstance(value, module.DTensor) for value in odd])
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from heedful.core.base import settings
-from heedful.core.base.arrays import ArraySpec, item_bytes
+from heedful.core.base.arrays import ArraySpec, dense_strides, item_bytes, ordered_strides
 from heedful.core.base.symbols import value_of
 from heedful.core.call.operands import Gradients, Operands, own_shape
 from heedful.core.call.problem import AttentionProblem, Lengths
@@ -97,8 +97,7 @@ class PlannedCase(Case):
     """One direction of the calls of a case: they share plan and program. plan: its lengths may be
     symbols. A forward has more fields. kinds: the kinds of its operands; pick: picks the operands
     that are there; backwards: kinds of its backward; outs: cases that write into the caller's
-    `out`; latest: the last backward without and with a gradient of lse, and the Likeness of its
-    tensors.
+    `out`; latest: by the slot of a backward the last one, and the Likeness of its tensors.
     """
 
     __slots__ = ("backwards", "kinds", "latest", "outs", "pick", "plan")
@@ -109,7 +108,7 @@ class PlannedCase(Case):
         super().__init__(run, chosen.device.arch, device, given, made, before)
         self.plan = chosen
         self.backwards, self.outs = Kinds(), Kinds()
-        self.latest: dict[bool, tuple[Likeness, GpuBackward]] = {}
+        self.latest: dict[int, tuple[Likeness, GpuBackward]] = {}
 
 
 def _forward_case(chosen: Plan, given: dict, device: torch.device) -> PlannedCase:
@@ -176,10 +175,7 @@ class GpuRunner:
     def once_on(self, numbers: Sequence[Any], addresses: list[int]):
         """The forward for other lengths of the same case that likely come only once; nothing is
         kept. numbers: as in `at`. addresses, results: as in `on`."""
-        made = self.case.once(numbers, addresses)
-        if len(made) == 1:
-            return made[0], None, None
-        return as_results(made, self._like.keeps_rest)
+        return as_results(self.case.once(numbers, addresses), self._like.keeps_rest)
 
     def bind(self) -> None:
         """Compiles, loads and keeps the forward, for a caller that writes something before it
@@ -214,24 +210,24 @@ class GpuRunner:
 
         return self.case.outs.of(own).find(values, make)
 
-    def backward_of(self, x: Operands, out, lse, dout, dlse=None) -> Backward:
+    def backward_of(self, x: Operands, out, lse, dout, dlse=None, laid_out=False) -> Backward:
         """The backward on tensors with the layouts of these, which may differ from the
-        forward's."""
+        forward's. laid_out: as in a GpuBackward."""
         if self._like.page_size:
             return GatheredBackward(self.plan, self.case)
-        return GpuBackward(self.plan, self.case.backwards, x, out, lse, dout, dlse)
+        return GpuBackward(self.plan, self.case.backwards, x, out, lse, dout, dlse, laid_out)
 
     def backward_like(
-        self, tensors: Sequence[torch.Tensor], has_dlse: bool, once: bool
+        self, tensors: Sequence[torch.Tensor], slot: int, once: bool
     ) -> "GpuBackward | None":
         """The backward on tensors that differ from those of the last one in lengths alone; None for
         others. tensors: the operands, with the forward's shapes, then out, lse, dout, and dlse if
-        it is there. once: whether these lengths likely come only once.
+        it is there. slot: as in Backwards. once: whether these lengths likely come only once.
         """
-        latest, case, numbers = self.case.latest.get(has_dlse), self.case, self._numbers
+        latest, case, numbers = self.case.latest.get(slot), self.case, self._numbers
         if latest is None or latest[0].addresses(tensors) is None:
             return None
-        out, lse = tensors[-3 - has_dlse : -1 - has_dlse]
+        out, lse = tensors[-4:-2] if slot == 1 else tensors[-3:-1]
         shapes = (*out.shape, *lse.shape)
         if shapes != numbers[case.shapes][: len(shapes)]:
             return None
@@ -265,8 +261,9 @@ class GpuBackward:
 
     __slots__ = ("copied", "kinds", "_cases", "_has_dsink", "_pick", "_run", "_sizes")
 
-    def __init__(self, plan: Plan, kinds: Kinds, x: Operands, out, lse, dout, dlse):
-        """kinds: the forward's `backwards`."""
+    def __init__(self, plan: Plan, kinds: Kinds, x: Operands, out, lse, dout, dlse, laid_out=False):
+        """kinds: the forward's `backwards`. laid_out: a gradient is dense, with its dims in the
+        order in which those of its operand lie in memory; else it is contiguous."""
         device = x.q.device
         features = plan.variant_of("backward").features
         mapped = () if "unaligned" in features else ("q", "k", "v", "dout")
@@ -293,7 +290,9 @@ class GpuBackward:
             if "dbias" in made:
                 shape, strides, *_ = bias = made["dbias"]
                 made["dbias"] = bias._replace(shape=own_shape(shape, strides))
-            made = {n: ArraySpec.contiguous(spec.shape, spec.dtype) for n, spec in made.items()}
+            for name, (shape, strides, dtype, *_) in made.items():
+                own = ordered_strides(shape, strides) if laid_out else dense_strides(shape)
+                made[name] = ArraySpec(shape, own, dtype)
             chosen = stored_as(replace(plan, problem=problem), **facts)
             return chosen, specs, made
 
@@ -303,7 +302,7 @@ class GpuBackward:
             chosen, specs, made = described(numbers)
             return PlannedCase(chosen, "backward", specs, made, device)
 
-        self._cases = kinds.of(kind)
+        self._cases = kinds.of((laid_out, kind))
         case, numbers = self._cases.find(values, make)
         self._run: Run = case.bind(numbers)
         aligned = all([own.aligned for own in kind[2:]])

@@ -432,6 +432,16 @@ def _find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[_Fo
         return (None, None), None
 
 
+def latest(q, k, v, options: Options, out=None) -> Call | None:
+    """The call of q, k and v that needs nothing but addresses, if it was the last one that `attend`
+    ran with these options, and came before that."""
+    base = (is_grad_enabled(), options[0], options[3:], *map(type, options[NUMBERS]))
+    how: Any = (base, options[_LONGEST])
+    call = CALLS.latest.get(how if out is None else (*how, type(out), type(None)))
+    like = call and call.on and call.like
+    return call if like and like.addresses((q, k, v, *ABSENT, out)) else None
+
+
 def make(
     key, x: Operands, options: Options, grad: tuple[bool, bool], out=None, seed=None, base=None
 ) -> Call:

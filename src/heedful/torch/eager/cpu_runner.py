@@ -38,8 +38,8 @@ class CpuRunner:
     def backward_like(self, tensors: Sequence[torch.Tensor], has_dlse: bool, once: bool) -> None:
         """There is nothing to find again."""
 
-    def backward_of(self, x: Operands, out, lse, dout, dlse=None) -> Backward:
-        """The backward on tensors with the layouts of these."""
+    def backward_of(self, x: Operands, out, lse, dout, dlse=None, laid_out=False) -> Backward:
+        """The backward on tensors with the layouts of these. Nothing says how gradients lie."""
         return partial(self._gradients, self._backward.backward, self.plan.problem)
 
     @staticmethod

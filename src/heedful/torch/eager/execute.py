@@ -47,10 +47,9 @@ def maker(device: torch.device) -> Maker:
     if device.type == "cuda" and _empty_strided is not None:
         return _empty_strided
 
-    def make(shape, _strides, dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    return make
+    return lambda shape, strides, dtype: torch.empty_strided(
+        shape, strides, dtype=dtype, device=device
+    )
 
 
 # Places of arrays within a region of memory, and its size; None where a program has none.

@@ -55,8 +55,9 @@ class Backwards:
     def _begin(self, runner, x: Sequence[Any]) -> None:
         self._runner = runner
         self._shapes = [tensor.shape for tensor in self.pick(x)]
-        # The latest layouts: of a backward without and with a gradient of the lse.
-        self._latest: list[_Layout | None] = [None, None]
+        # The latest layouts by slot: of a backward without and with a gradient of the lse, and of
+        # one without whose gradients lie as their operands do.
+        self.latest: list[_Layout | None] = [None, None, None]
         self._layouts: dict[tuple, _Layout] = {}
 
     def at(self, runner, x: Sequence[Any]) -> "Backwards":
@@ -75,12 +76,14 @@ class Backwards:
         dlse=None,
         kv_grad: bool = True,
         is_dispatched: bool = False,
+        laid_out: bool = False,
     ) -> Gradients:
         """Gradients of the operands. saved: the operands that are there, as `pick` picks them from
         the caller's tensors, then out and lse. dout, dlse: from autograd: any strides, or None.
         kv_grad: whether those of k and v are wanted; if not, they may be None. is_dispatched:
-        whether the dispatcher has already resolved the tensors. Raises ValueError if a hook
-        returned other tensors than were saved.
+        whether the dispatcher has already resolved the tensors. laid_out: without dlse, whether
+        gradients are to lie as their operands do, where that costs no copy. Raises ValueError if a
+        hook returned other tensors than were saved.
         """
         if dout is None:
             dout = on_own_thread(torch.zeros_like, saved[-2])
@@ -89,15 +92,14 @@ class Backwards:
             if not is_bare(dlse):
                 return self._of_odd(tensors, dlse, kv_grad, is_dispatched)
             dlse = on_own_thread(dlse.contiguous)
-        found = self.like_latest(tensors, dlse) or self._of_any(tensors, dlse, kv_grad)
+        slot = 2 if laid_out else int(dlse is not None)
+        found = self.like_latest(tensors, dlse, slot) or self._of_any(tensors, dlse, kv_grad, slot)
         return found or self._of_odd(tensors, given, kv_grad, is_dispatched)
 
-    def like_latest(
-        self, tensors: Sequence[Tensor], dlse: Tensor | None = None
-    ) -> Gradients | None:
+    def like_latest(self, tensors: Sequence[Tensor], dlse=None, slot: int = 0) -> Gradients | None:
         """The gradients, if tensors are like the last ones; None if not. tensors: the saved ones,
-        and dout. dlse: contiguous."""
-        layout = self._latest[dlse is not None]
+        and dout. dlse: contiguous. slot: as in `latest`."""
+        layout = self.latest[slot]
         if layout is None or layout.on is None or layout.like is None:
             return None
         addresses = layout.like.addresses(tensors)
@@ -130,20 +132,18 @@ class Backwards:
         dbias = dbias if bias_grad else None
         return Gradients(dq, dk, dv, dbias, dsink if x.sink is not None else None)
 
-    def _of_any(
-        self, tensors: Sequence[Tensor], dlse: Tensor | None, kv_grad: bool
-    ) -> Gradients | None:
+    def _of_any(self, tensors: tuple, dlse, kv_grad: bool, slot: int) -> Gradients | None:
         """The gradients of tensors of any layout; None if dout is not bare."""
         *saved, dout = tensors
         dout = dense_rows(dout)
         tensors = (*saved, dout)
-        layout = self._latest[dlse is not None]
+        layout = self.latest[slot]
         addresses = layout and layout.like and layout.like.addresses(tensors)
         if layout is None or addresses is None:
             if not is_bare(dout):
                 return None
             addresses = [*map(address_of, tensors)]
-            layout = self._find(tensors, dlse)
+            layout = self._find(tensors, dlse, slot)
         if layout.on is not None:
             return layout.on(addresses if dlse is None else [*addresses, dlse.data_ptr()])
         x, (out, lse) = self._operands(tensors), saved[-2:]
@@ -158,32 +158,30 @@ class Backwards:
             x[index] = tensor
         return Operands._make(x)
 
-    def _find(self, tensors: tuple[Tensor, ...], dlse: Tensor | None) -> _Layout:
+    def _find(self, tensors: tuple[Tensor, ...], dlse: Tensor | None, slot: int) -> _Layout:
         """The layout of tensors that are not like the last ones."""
-        slot = dlse is not None
-        layout = self._like_others(tensors, dlse)
+        layout = self._like_others(tensors, dlse, slot)
         if layout is not None:
             # A layout that came once is not kept.
-            self._latest[slot] = layout if layout.like else layout._replace(run=None, on=None)
+            self.latest[slot] = layout if layout.like else layout._replace(run=None, on=None)
             return layout
         key = (slot, *[_key(tensor) for tensor in tensors])
         layout = self._layouts.get(key)
         if layout is None:
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()
-            layout = self._layouts[key] = self._new(tensors, dlse)
-        elif layout is self._latest[slot]:
+            layout = self._layouts[key] = self._new(tensors, dlse, slot)
+        elif layout is self.latest[slot]:
             # The layout is the same, but guards differ: for example, one tensor now stands for two.
             layout = self._layouts[key] = layout._replace(like=Likeness(tensors))
         if all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
-            self._latest[slot] = layout
+            self.latest[slot] = layout
         return layout
 
-    def _like_others(self, tensors: tuple[Tensor, ...], dlse: Tensor | None) -> _Layout | None:
+    def _like_others(self, tensors: tuple, dlse: Tensor | None, slot: int) -> _Layout | None:
         """The layout, if it differs from that of another call in lengths alone. It has no guards:
         for lengths that come only once these take longer than they save."""
-        slot = dlse is not None
-        latest = self._latest[slot]
+        latest = self.latest[slot]
         if latest is not None and latest.like is not None:
             return None
         # The lse is read with its strides, and deltas have the same.
@@ -191,12 +189,13 @@ class Backwards:
         if shapes != self._shapes or not tensors[-2].is_contiguous():
             return None
         once = latest is None
-        run = self._runner.backward_like((*tensors, dlse) if slot else tensors, slot, once)
+        given = tensors if dlse is None else (*tensors, dlse)
+        run = self._runner.backward_like(given, slot, once)
         if run is None:
             return None
         return _Layout(None if once else Likeness(tensors), (), run, True, run.on)
 
-    def _new(self, tensors: tuple[Tensor, ...], dlse: Tensor | None) -> _Layout:
+    def _new(self, tensors: tuple[Tensor, ...], dlse: Tensor | None, slot: int) -> _Layout:
         problem = self._runner.problem
         out_kind = problem.out_shape, getattr(torch, problem.out_dtype)
         own = zip(self._shapes, self._dtypes, strict=True)
@@ -207,14 +206,14 @@ class Backwards:
         x, (out, lse, dout) = self._operands(tensors), tensors[-3:]
         steps = adaptations(x, problem)
         dense = dense_rows(out), lse.contiguous()
-        run = self._runner.backward_of(adapt(x, steps), *dense, dout, dlse)
+        run = self._runner.backward_of(adapt(x, steps), *dense, dout, dlse, slot == 2)
         is_plain, on = not steps and dense[0] is out and lse.is_contiguous(), None
         if is_plain and isinstance(run, GpuBackward):
             on = None if run.copied else run.on
             if run.kinds:
                 # It can be found again, since only lengths differ.
                 like = Likeness(tensors if dlse is None else (*tensors, dlse), run.kinds)
-                self._runner.case.latest[dlse is not None] = like, run
+                self._runner.case.latest[slot] = like, run
         return _Layout(Likeness(tensors), steps, run, is_plain, on)
 
 

@@ -129,11 +129,18 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
 
 
 def differentiate(
-    x: Operands, options: Options, saved: tuple, seed, bias_grad, known_as: Any = None
+    x: Operands,
+    options: Options,
+    saved: tuple,
+    seed,
+    bias_grad,
+    known_as: Any = None,
+    laid_out: bool = False,
 ) -> Gradients:
     """The gradients of a call, through the dispatcher if a tracer or transform must see it. saved:
     the caller's dout, dlse, out, lse. seed: dropout_seed. known_as: the options under which the
-    call is kept, if it runs at once. Raises TypeError or ValueError naming the argument.
+    call is kept, if it runs at once. laid_out: as in Backwards, for such a call alone. Raises
+    TypeError or ValueError naming the argument.
     """
     has_parts = has_shards((*x, *saved, seed))
     check_tensors(x, options)
@@ -154,7 +161,7 @@ def differentiate(
         if call.checks:
             call.operands(x, x.seed)
         CALLS.latest[known_as] = call
-        return own_gradients(_gradients(call, x, saved, True), x)
+        return own_gradients(_gradients(call, x, saved, True, laid_out), x)
     if has_parts:
         take_shards()
     if not is_compiling():
@@ -182,12 +189,12 @@ def _problem(x: Operands, options: Options, bias_grad: bool) -> AttentionProblem
     return check(attention_call(x, options, (True, bias_grad), spec=abstract_spec))
 
 
-def _gradients(call: Call, x: Operands, saved: tuple, kv_grad: bool) -> Gradients:
+def _gradients(call: Call, x: Operands, saved: tuple, kv_grad: bool, laid_out=False) -> Gradients:
     """The gradients of a bound call on plain tensors, as its kernels give them."""
     dout, dlse, out, lse = saved
     assert call.backwards is not None
     kept = *call.backwards.pick(x if call.plain else call.seeded(x, x.seed)), out, lse
-    return call.backwards(kept, dout, dlse, kv_grad, is_dispatched=True)
+    return call.backwards(kept, dout, dlse, kv_grad, True, laid_out)
 
 
 def own_gradients(grads: Gradients, x: Operands) -> Gradients:
