@@ -17,11 +17,11 @@ from heedful.core.base.device import by_name
 from heedful.core.planning.plan import Plan
 from heedful.core.registry.configs import ROWS
 from heedful.core.registry.tiles import PortableConfig, TileConfig
-from heedful.launch import interpret
 from heedful.launch.bind import portable, portable_cache
 from heedful.launch.spec import KernelCall, Program
 from heedful.torch.base.arrays import array_spec
 from support.problems.cases import Built, Case, build
+from support.runs import interpreter
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
 SMALL: dict[str, TileConfig] = {
@@ -64,7 +64,7 @@ def check_access(call: KernelCall, arrays: dict[str, torch.Tensor]) -> None:
         for name in call.writes:
             memory[name].fill_(poison if name not in call.reads else 0xFF)
         before = {name: held.clone() for name, held in memory.items()}
-        interpret.run_call(call, arrays)
+        interpreter.run_call(call, arrays)
         written = {name: held != before[name] for name, held in memory.items()}
         assert {name for name, where in written.items() if where.any()} == call.writes, call.kernel
         runs.append(({name: held.clone() for name, held in memory.items()}, written))

@@ -14,8 +14,8 @@ from triton.runtime import interpreter
 
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.planning.sizes import Workspace
-from heedful.launch import interpret
 from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar, TensorMap
+from support.runs import interpreter as interpret
 
 REF = KernelRef("heedful.kernels.portable.shared.unused", "clear_outside")
 

@@ -8,8 +8,8 @@ from heedful.core.base.device import by_name
 from heedful.core.planning.plan import Plan
 from heedful.core.registry.tiles import DecodeConfig, TileConfig
 from heedful.launch.bind import decode
-from heedful.launch.interpret import interpret
 from heedful.torch.base.arrays import array_spec
+from support.runs.interpreter import interpret
 
 # Small tiles, so that short sequences have full, masked and skipped ones.
 TILES = DecodeConfig(16, 16, programs=1, least_tiles=1)

@@ -11,8 +11,8 @@ from heedful.core.planning.plan import Plan
 from heedful.core.registry.configs import ROWS
 from heedful.core.registry.tiles import TileConfig
 from heedful.launch.bind import portable
-from heedful.launch.interpret import interpret
 from heedful.torch.base.arrays import array_spec
+from support.runs.interpreter import interpret
 
 
 class Interpreted:

@@ -31,7 +31,6 @@ from heedful.core.registry import configs
 from heedful.core.registry.capability import Toolchain
 from heedful.core.registry.tiles import DecodeConfig, TileConfig
 from heedful.launch.code.artifact import Artifact, lay_out, map_words
-from heedful.launch.interpret import run_call
 from heedful.launch.program import bound
 from heedful.launch.spec import (
     TRITON_TYPES,
@@ -49,6 +48,7 @@ from heedful.torch.base import device
 from heedful.torch.eager import backends, cache_step, execute, zeros
 from heedful.torch.eager.calls import CALLS, KINDS, LATEST
 from heedful.torch.eager.slots import APPENDS, SLOTS
+from support.runs.interpreter import run_call
 
 # A machine without kernels of its own vendor's kind: the portable ones are its first choice.
 PORTABLE_GPU = "B200"

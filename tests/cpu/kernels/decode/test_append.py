@@ -20,13 +20,13 @@ from heedful.core.call.describe_cache import check_cache
 from heedful.core.call.operands import Operands
 from heedful.core.planning.plan import Plan
 from heedful.core.registry.tiles import DecodeConfig
-from heedful.launch.interpret import interpret
 from heedful.launch.program import programs
 from heedful.torch.base.arrays import array_spec
 from heedful.torch.eager.cache_step import named
 from heedful.torch.eager.cache_update import update_cache
 from heedful.torch.operands.checks import cache_call
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+from support.runs.interpreter import interpret
 
 # Small tiles and few programs, so that new rows are in several pieces of a unit.
 TILES = DecodeConfig(16, 16, programs=1, least_tiles=1)

@@ -28,7 +28,6 @@ from heedful.kernels.portable.decode.queries import fitted
 from heedful.kernels.split_kv.walk import share_of
 from heedful.kernels.split_kv.work import SplitKVParams
 from heedful.launch.bind import decode
-from heedful.launch.interpret import run_call
 from heedful.launch.program import buffers as canonical
 from heedful.launch.spec import KernelCall, KernelRef, Pointer
 from support.problems import budget, far_scores
@@ -36,6 +35,7 @@ from support.problems.cases import Case
 from support.problems.grids import in_turns
 from support.runs.decode_programs import TILES, UNITS, Interpreted
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+from support.runs.interpreter import run_call
 
 # Of 8 rows, keys are the rows of products.
 FEW = replace(TILES, block_m=8)

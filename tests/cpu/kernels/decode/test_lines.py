@@ -32,11 +32,11 @@ from heedful.kernels.split_kv.work import (
     visit_of,
 )
 from heedful.launch.bind import decode
-from heedful.launch.interpret import run_call
 from heedful.launch.program import buffers as canonical
 from heedful.launch.spec import KernelCall, KernelRef, Pointer, Scalar
 from support.runs.decode_programs import TILES, UNITS
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+from support.runs.interpreter import run_call
 
 N, MOST = TILES.block_n, 14
 LONGEST = 200

@@ -18,7 +18,6 @@ from heedful.core.planning.plan import Plan, plan
 from heedful.core.registry.by_hand import forced
 from heedful.core.registry.tiles import DecodeConfig, TileConfig
 from heedful.launch.bind import decode
-from heedful.launch.interpret import interpret
 from heedful.launch.program import programs
 from heedful.launch.spec import Program
 from heedful.torch.base.arrays import array_spec
@@ -26,6 +25,7 @@ from support.problems import budget
 from support.problems.cases import Case
 from support.problems.grids import in_turns
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+from support.runs.interpreter import interpret
 
 # Small tiles: a short sequence is up to four, and long ones stand first, between and last.
 TILES = DecodeConfig(16, 16, programs=1, least_tiles=1)

@@ -19,11 +19,11 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import Plan
 from heedful.core.registry.tiles import DecodeConfig
 from heedful.launch.bind import decode
-from heedful.launch.interpret import interpret
 from heedful.torch.base.arrays import array_spec
 from support.fenced import Fenced
 from support.problems.grids import in_turns
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+from support.runs.interpreter import interpret
 
 TILES = DecodeConfig(16, 16, programs=1, least_tiles=1)
 UNITS = 5

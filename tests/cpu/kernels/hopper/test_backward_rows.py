@@ -20,12 +20,12 @@ from heedful.core.planning.plan import plan
 from heedful.core.registry.by_hand import forced
 from heedful.kernels.common.constants import LOG2E
 from heedful.kernels.hopper.backward.far_rows import FAR_LOG2, FAR_LOG2_BITS
-from heedful.launch.interpret import interpret
 from heedful.launch.program import buffers, programs
 from heedful.launch.spec import Program
 from support.fenced import Fenced, walled
 from support.problems.grids import in_turns
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+from support.runs.interpreter import interpret
 
 HEADS = 4
 SCALE = 0.25

@@ -14,7 +14,6 @@ import torch
 
 from heedful.core.base.device import by_name
 from heedful.core.planning.plan import plan
-from heedful.launch.interpret import interpret
 from heedful.launch.program import programs
 from heedful.launch.spec import Program
 from heedful.reference import oracle
@@ -23,6 +22,7 @@ from heedful.reference.sequences import sequences
 from heedful.torch.base.arrays import array_spec
 from support.problems.cases import Case, build
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+from support.runs.interpreter import interpret
 
 BASE = Case(
     dtype="float16",

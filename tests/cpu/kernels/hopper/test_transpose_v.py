@@ -13,11 +13,11 @@ from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.launch.bind import hopper_fp8
-from heedful.launch.interpret import interpret
 from heedful.launch.program import programs
 from heedful.launch.spec import Program
 from heedful.torch.base.arrays import array_spec
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+from support.runs.interpreter import interpret
 
 BLOCK = 128
 

@@ -15,10 +15,10 @@ from heedful.core.planning.plan import plan
 from heedful.core.registry.by_hand import forced
 from heedful.core.registry.tiles import RowsConfig
 from heedful.launch.bind import hopper_groups
-from heedful.launch.interpret import interpret
 from heedful.launch.program import buffers, programs
 from heedful.launch.spec import Program
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+from support.runs.interpreter import interpret
 
 UNTOUCHED = -7
 

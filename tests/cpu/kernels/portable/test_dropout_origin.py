@@ -14,10 +14,10 @@ import triton.language as tl
 
 from heedful.kernels.args.shared import Dropout
 from heedful.kernels.portable.shared.dropout import dropout_words, keep_tile
-from heedful.launch.interpret import run_call
 from heedful.launch.spec import KernelCall, KernelRef, Pointer, Scalar
 from heedful.reference.philox import keep_mask
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+from support.runs.interpreter import run_call
 
 SEED, P, M, N = 0x7123456789ABCDEF, 0.37, 8, 16
 

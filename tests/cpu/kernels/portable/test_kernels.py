@@ -14,13 +14,13 @@ import torch
 
 from heedful.core.registry.tiles import TileConfig
 from heedful.launch.bind import portable_cache
-from heedful.launch.interpret import interpret
 from heedful.torch.base.arrays import array_spec
 from heedful.torch.eager.cache_update import append_kv, rotate
 from support.problems import budget
 from support.problems.cases import Case
 from support.problems.grids import in_turns
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+from support.runs.interpreter import interpret
 from support.runs.portable_programs import Interpreted
 
 # Small tiles, so that short sequences have full, masked and skipped ones.

@@ -21,7 +21,6 @@ from heedful.core.planning.plan import Plan, plan
 from heedful.core.registry.configs import ROWS
 from heedful.core.registry.tiles import TileConfig
 from heedful.launch.bind import portable, portable_cache
-from heedful.launch.interpret import interpret
 from heedful.launch.program import buffers, programs
 from heedful.launch.spec import Program
 from heedful.torch.base.arrays import array_spec
@@ -29,6 +28,7 @@ from heedful.torch.eager.cache_update import append_kv
 from support.fenced import Fenced
 from support.problems.grids import in_turns
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+from support.runs.interpreter import interpret
 
 TILES = TileConfig(16, 16)
 KERNELS = {row.kernel: TILES for row in ROWS if row.kernel.startswith("portable.")}

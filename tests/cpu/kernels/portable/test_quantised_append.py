@@ -13,10 +13,10 @@ from heedful import quantize_kv
 from heedful.core.call.arguments import CacheUpdate
 from heedful.core.call.operands import Operands
 from heedful.launch.bind import portable_cache
-from heedful.launch.interpret import interpret
 from heedful.torch.base.arrays import array_spec
 from heedful.torch.eager.cache_update import update_cache
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+from support.runs.interpreter import interpret
 
 STORED = {
     "int4": torch.uint8,

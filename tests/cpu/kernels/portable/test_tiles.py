@@ -20,9 +20,9 @@ from heedful.kernels.common.sequences import Place, Seqlens
 from heedful.kernels.common.tile_range import key_tiles, masked_count, query_tiles, visited_tile
 from heedful.kernels.portable.backward.keys import visited_rows
 from heedful.kernels.portable.shared.order import head_of
-from heedful.launch.interpret import run_call
 from heedful.launch.spec import KernelCall, KernelRef, Pointer, Scalar
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+from support.runs.interpreter import run_call
 
 # Masks by their bounds, each aligned at both ends and moved.
 BOUNDS = [(-1, -1), (-1, 0), (-1, 21), (0, 0), (31, 0), (15, 16), (32, -1), (9, 5, 17), (40, -1, 1)]
