@@ -21,10 +21,10 @@ MOST_RELOADS = 4
 LEAST_OF_A_TENSOR = 16
 
 
-def main_call(backend="hopper", **facts):
+def main_call(backend="hopper", function="", **facts):
     problem = AttentionProblem.dense(2, 4096, 4096, 8, 4, needs_grad=True, return_lse=True, **facts)
     calls = program(plan(problem, DEVICE, compiling(), forced(backend)), "backward").calls
-    return next(c for c in calls if c.kernel.function in MAIN)
+    return next(c for c in calls if c.kernel.function in (function or MAIN))
 
 
 LONGEST_WIDE_STEP = 1000
@@ -163,6 +163,26 @@ def test_a_step_with_dropout_is_not_serialised_and_fits(head_dim):
     for loop in loops:
         assert_products_are_under_way_together(loop, LEAST_OF_A_TENSOR - 1)
     assert_products_are_under_way_together(dq_loop(made))
+
+
+@pytest.mark.parametrize(
+    "head_dim", [64, *(pytest.param(d, marks=pytest.mark.slow) for d in (128, 256))]
+)
+def test_the_prologue_spills_nothing(head_dim):
+    """Whoever spills lse waits for it before it asks for out and dout."""
+    made = compiler.artifact(main_call(head_dim=head_dim, function="backward_prologue"), "sm_90")
+    code, _, _ = parse_sass(disassemble(made.code).text)
+    kinds = Counter(opcode(i).split(".")[0] for i in code)
+    assert kinds["LDG"] and not kinds["STL"] + kinds["LDL"]
+
+
+def test_near_and_far_tiles_share_one_load_of_cotangents():
+    """With a load for each, those of the next rows' numbers come after it: 1 to 2 % of a call."""
+    made = compiler.artifact(main_call(head_dim=128), DEVICE.arch)
+    code, _, _ = parse_sass(disassemble(made.code).text)
+    loads = [opcode(i).split(".")[0] for i in code].count("UTMALDG")
+    # Boxes of 64 columns: two each of keys and values of both consumers, of queries and of dout.
+    assert loads == 2 * (2 + 2 + 1 + 1)
 
 
 def test_options_that_a_call_cannot_have_are_refused():

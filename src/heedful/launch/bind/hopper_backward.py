@@ -37,11 +37,9 @@ _MODULES = {
     "backward_wide": "wide",
     "backward_epilogue": "dq.epilogue",
 }
-# The tile in which far rows are computed again, and the registers that other rows need. Few calls
-# have far rows, so their tiles are small: the kernel needs no more registers or shared memory for
-# them, and an SM runs as many programs.
+# The tile in which far rows are computed again. Few calls have far rows, so it is small. The kernel's
+# other rows use the registers of these to have more of out and dout on their way.
 _FAR_BLOCK = 16
-_NEAR_REGISTERS = {64: 48, 128: 56, 256: 80}
 
 
 def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
@@ -66,17 +64,13 @@ def _rows_call(
     name: str,
     launch_sizes: Sizes,
     programmatic: bool = False,
-    registers: int | None = None,
     **parameters,
 ) -> KernelCall:
-    """The launch of prologue or epilogue, whose programs have tiles of rows. registers: the most of
-    a thread."""
+    """The launch of prologue or epilogue, whose programs have tiles of rows."""
     launch = launch_sizes.launches[f"hopper.backward_{name}"]
     ref = _kernel(f"backward_{name}")
     parameters |= groups.scalars(**launch.numbers)
     options = {"num_warps": _ROWS_WARPS}
-    if registers is not None:
-        options["maxnreg"] = registers
     return KernelCall(ref, launch.grid, parameters, options, programmatic=programmatic)
 
 
@@ -126,7 +120,6 @@ def _prologue_call(
     return _rows_call(
         "prologue",
         sizes,
-        registers=_NEAR_REGISTERS[pow2(problem.head_dim_v, 64)],
         io=groups.arrays(BackwardPrologueIO, buffers, divisor, **_scratch(buffers, "dq_accum")),
         far=groups.arrays(FarRowsIO, buffers, of_scores),
         params=params._replace(dropout=None),

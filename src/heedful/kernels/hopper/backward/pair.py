@@ -40,7 +40,6 @@ from heedful.kernels.hopper.backward.scores import kept_probabilities
 from heedful.kernels.hopper.backward.shared import (
     CONSUMERS,
     allocate_queries,
-    far_memory,
     release_keys,
     sync_consumers,
     wait_for_keys,
@@ -85,8 +84,6 @@ class PairShared:
     k_empty: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
     ds_full: gl.shared_memory_descriptor
-    dout_scale: gl.shared_memory_descriptor
-    far_full: gl.shared_memory_descriptor
 
     @gluon.jit
     def allocate(io, params):
@@ -113,7 +110,6 @@ class PairShared:
             barriers(1, CONSUMERS),
             barriers(1, CONSUMERS),
             barriers(STAGES, CONSUMERS * 4),
-            *far_memory(params),
         )
 
     @gluon.jit

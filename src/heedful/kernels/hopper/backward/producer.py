@@ -107,23 +107,35 @@ def dout_scale(io, params, tile, head, row, lse_M):
 
 
 @gluon.jit
-def load_far_rows(io, shared, lse_M, delta_M, params, tile, head, row, state, phase):
-    """As `load_rows` of dout and delta. Those of far rows are scaled before the stage is announced
-    as full."""
+def load_dout(io, shared, params, tile, blocks, numbers, following, state, far_phase):
+    """Loads dout and delta of a visit, as `load_rows` does, and the numbers of the `following` one.
+    Those of far rows are scaled before the stage is announced as full. Returns the numbers, and the
+    next phase of the barrier at which this warp waits for cotangents that it scales."""
     PACKED: gl.constexpr = params.seqs.cu_q is not None
     desc = io.dout
-    scale_M = dout_scale(io, params, tile, head, row, lse_M)
-    full = shared.do.producer_acquire(state, state)
-    shared.delta.index(state.index).store(delta_M * scale_M)
-    shared.dout_scale.index(0).store(scale_M)
-    rows = shared.do.boxes.index(state.index)
-    loaded = shared.far_full.index(0)
+    head, row, lse_M, delta_M = numbers
+    ring, factors = shared.do, shared.delta.index(state.stages)
+    is_far_tile = any_far(lse_M)
+    full = ring.producer_acquire(state, state)
+    if is_far_tile:
+        scale_M = dout_scale(io, params, tile, head, row, lse_M)
+        delta_M = delta_M * scale_M
+        factors.store(scale_M)
+    shared.delta.index(state.index).store(delta_M)
+    # ptxas: up to the TMA load, near and far tiles take one path, and these loads are issued before
+    # it. With a path for each, they come after it.
+    numbers = queries_of(io, params, tile, blocks, following)
+    rows = ring.boxes.index(state.index)
+    loaded = ring.full.index(gl.where(is_far_tile, state.stages, state.index))
     mbarrier.expect(loaded, desc.block_type.nbytes)
     coordinates = box(PACKED, tile.batch, head, tile.seq.token_q, tile.seq.stored_q, row)
     tma_load(desc, coordinates, loaded, rows)
-    barrier.wait(loaded, phase)
-    scale_rows(rows, shared.dout_scale.index(0))
-    barrier.arrive_lane(full)
+    if is_far_tile:
+        barrier.wait(loaded, far_phase)
+        scale_rows(rows, factors)
+        barrier.arrive_lane(full)
+        far_phase ^= 1
+    return numbers, far_phase
 
 
 @gluon.jit
@@ -146,8 +158,9 @@ def load_tile(io, shared, params, tile, blocks, first, end, states, kv_count):
     K_AHEAD: gl.constexpr = params.tile.K_STAGES > 1
     TELLS_PLACES: gl.constexpr = params.tile.DQ_REGS is None and params.tile.BLOCK_N > ROWS
     q_state, do_state, far_phase = states
-    head, row, lse_M, delta_M = queries_of(io, params, tile, blocks, first)
+    numbers = queries_of(io, params, tile, blocks, first)
     for visit in range(first, end):
+        head, row, lse_M, _delta_M = numbers
         if visit == first:
             if K_AHEAD:
                 load_k(io, shared, params, tile, kv_count)
@@ -161,16 +174,13 @@ def load_tile(io, shared, params, tile, blocks, first, end, states, kv_count):
                 load_v(io, shared, params, tile, kv_count)
             else:
                 load_k(io, shared, params, tile, kv_count)
-        if any_far(lse_M):
-            load_far_rows(io, shared, lse_M, delta_M, params, tile, head, row, do_state, far_phase)
-            far_phase ^= 1
-        else:
-            load_rows(io.dout, shared.do, shared.delta, delta_M, params, tile, head, row, do_state)
-        q_state = q_state.next()
-        do_state = do_state.next()
         # The numbers of the next rows are loaded while this warp waits for stages.
         following = gl.minimum(visit + 1, end - 1)
-        head, row, lse_M, delta_M = queries_of(io, params, tile, blocks, following)
+        numbers, far_phase = load_dout(
+            io, shared, params, tile, blocks, numbers, following, do_state, far_phase
+        )
+        q_state = q_state.next()
+        do_state = do_state.next()
     return q_state, do_state, far_phase
 
 

@@ -90,8 +90,6 @@ def backward_prologue(
         return
     rows_M = row0 + tl.arange(0, BLOCK_M)
     places_M = b * io.lse.stride_b + h * io.lse.stride_h + token + rows_M
-    # ptxas: this load is issued before any store, since the compiler keeps later loads after it.
-    lse_M = tl.load(io.lse.ptr + places_M, mask=rows_M < len_q, other=float("-inf"))
     accum_row = h * sizes.accum_rows + accum_begin(b, cu_q, seqlen_q, BLOCK_M) + row0
     sums = io.dq_accum + accum_row * D
     PART: tl.constexpr = D if D & (D - 1) == 0 else D // 3
@@ -104,6 +102,7 @@ def backward_prologue(
     dout = row_base(io.dout, b, h, token)
     o_ME = load_rows(out, io.out.stride_n, row0, len_q, E, BLOCK_M, BLOCK_E, True)
     do_ME = load_rows(dout, io.dout.stride_n, row0, len_q, E, BLOCK_M, BLOCK_E, True)
+    lse_M = tl.load(io.lse.ptr + places_M, mask=rows_M < len_q, other=float("-inf"))
     P_SCALE_LOG2: tl.constexpr = p_scale_log2(io.dout.ptr.dtype.element_ty)
     zero = wide(0)
     seq = Seqlens(

@@ -10,7 +10,7 @@ from heedful.kernels.hopper.sm90 import barrier
 from heedful.kernels.hopper.sm90.barrier import barriers
 from heedful.kernels.hopper.sm90.compat import aggregate, inline_asm
 from heedful.kernels.hopper.sm90.mma import ROWS
-from heedful.kernels.hopper.sm90.pipeline import Pipeline, allocate_boxes
+from heedful.kernels.hopper.sm90.pipeline import Pipeline, allocate_boxes, box_rows
 
 CONSUMERS: gl.constexpr = gl.constexpr(2)
 # The backward's only named barrier: its two consumers meet there.
@@ -28,22 +28,19 @@ def adders(params):
 
 @gluon.jit
 def allocate_queries(io, params):
-    """(ring of query tiles, ring of their cotangents, memory for lse, memory for delta)."""
+    """(ring of query tiles, ring of their cotangents, memory for lse, memory for delta). For tiles
+    with far rows, cotangents have one more full barrier, and delta room for the factors of rows."""
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
+    STAGES: gl.constexpr = params.tile.DO_STAGES
+    shape: gl.constexpr = io.dout.block_type.shape
     q = Pipeline.allocate(io.q, params.tile.Q_STAGES, CONSUMERS)
-    do = Pipeline.allocate(io.dout, params.tile.DO_STAGES, CONSUMERS)
+    boxes = allocate_boxes(io.dout, STAGES)
+    full, empty = barriers(STAGES + 1, 1), barriers(STAGES, CONSUMERS)
+    do = Pipeline(boxes, None, full, empty, box_rows(shape), shape[-1])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse = gl.allocate_shared_memory(gl.float32, [params.tile.Q_STAGES, BLOCK_M], plain)
-    delta = gl.allocate_shared_memory(gl.float32, [params.tile.DO_STAGES, BLOCK_M], plain)
+    delta = gl.allocate_shared_memory(gl.float32, [STAGES + 1, BLOCK_M], plain)
     return q, do, lse, delta
-
-
-@gluon.jit
-def far_memory(params):
-    """(memory for the factors of a tile's cotangents, the barrier at which the producer waits for
-    the cotangents that it scales)."""
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return gl.allocate_shared_memory(gl.float32, [1, params.tile.BLOCK_M], plain), barriers(1, 1)
 
 
 @gluon.jit
@@ -81,8 +78,7 @@ def wait_for_outlet():
 class BackwardShared:
     """k: for each consumer a box of 64 keys, of two work tiles. v: the same, of one work tile. q,
     do: rings of query tiles and cotangents. lse (in base 2), delta: the numbers of their rows. ds:
-    for each consumer a ring of boxes, keys by queries. dq: shares. dout_scale, far_full: see
-    `far_memory`.
+    for each consumer a ring of boxes, keys by queries. dq: shares.
 
     Full and empty barriers: one for each stage of k, for v, and for each stage of ds of both
     consumers; dq_empty for each share; dq_full for each share and each warp that adds.
@@ -104,8 +100,6 @@ class BackwardShared:
     ds_empty: gl.shared_memory_descriptor
     dq_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
-    dout_scale: gl.shared_memory_descriptor
-    far_full: gl.shared_memory_descriptor
 
     @gluon.jit
     def allocate(io, params):
@@ -136,7 +130,6 @@ class BackwardShared:
             barriers(params.tile.DS_STAGES, 1),
             barriers(SHARES * adders(params), 4),
             barriers(SHARES, 1),
-            *far_memory(params),
         )
 
     @gluon.jit

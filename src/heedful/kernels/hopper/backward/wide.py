@@ -36,7 +36,6 @@ from heedful.kernels.hopper.backward.scores import kept_probabilities, queued_pr
 from heedful.kernels.hopper.backward.shared import (
     CONSUMERS,
     allocate_queries,
-    far_memory,
     release_keys,
     sync_consumers,
     wait_for_keys,
@@ -81,8 +80,6 @@ class WideShared:
     v_empty: gl.shared_memory_descriptor
     p_full: gl.shared_memory_descriptor
     ds_full: gl.shared_memory_descriptor
-    dout_scale: gl.shared_memory_descriptor
-    far_full: gl.shared_memory_descriptor
 
     @gluon.jit
     def allocate(io, params):
@@ -104,7 +101,6 @@ class WideShared:
             barriers(1, CONSUMERS),
             barriers(CROSSING_STAGES, 4),
             barriers(CROSSING_STAGES, 4),
-            *far_memory(params),
         )
 
 

@@ -19,22 +19,21 @@ def sink_gradients(
     h = tl.program_id(0)
     logit = tl.load(io.sink + h)
     total_M = tl.zeros([BLOCK_M], tl.float32)
-    for b in range(batch):
-        places = wide(b) * io.lse.stride_b + wide(h) * io.lse.stride_h
-        for row0 in range(0, rows, BLOCK_M):
-            rows_M = row0 + tl.arange(0, BLOCK_M)
-            exists_M = rows_M < rows
-            lse_M = tl.load(io.lse.ptr + places + rows_M, mask=exists_M, other=float("-inf"))
-            delta_M = tl.load(io.delta + places + rows_M, mask=exists_M, other=0.0)
-            # Rows that are not in use see neither keys nor the sink.
-            seen_M = lse_M != float("-inf")
-            lse_M = tl.where(seen_M, lse_M, 0.0)
-            lse_M, factor_M = load_references(
-                io.reference, io.factor, lse_M, places + rows_M, seen_M
-            )
-            if IS_ADJUSTED:
-                p_M = tl.exp2((logit - lse_M) * LOG2E) * factor_M
-            else:
-                p_M = tl.exp2(tl.fma(logit, LOG2E, -lse_M)) * factor_M
-            total_M += tl.where(seen_M, -p_M * delta_M, 0.0)
+    tiles = tl.cdiv(rows, BLOCK_M)
+    # Unrolled, the loads of several tiles wait at the same time.
+    for visit in tl.range(0, batch * tiles, loop_unroll_factor=4):
+        places = wide(visit // tiles) * io.lse.stride_b + wide(h) * io.lse.stride_h
+        rows_M = visit % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+        exists_M = rows_M < rows
+        lse_M = tl.load(io.lse.ptr + places + rows_M, mask=exists_M, other=float("-inf"))
+        delta_M = tl.load(io.delta + places + rows_M, mask=exists_M, other=0.0)
+        # Rows that are not in use see neither keys nor the sink.
+        seen_M = lse_M != float("-inf")
+        lse_M = tl.where(seen_M, lse_M, 0.0)
+        lse_M, factor_M = load_references(io.reference, io.factor, lse_M, places + rows_M, exists_M)
+        if IS_ADJUSTED:
+            p_M = tl.exp2((logit - lse_M) * LOG2E) * factor_M
+        else:
+            p_M = tl.exp2(tl.fma(logit, LOG2E, -lse_M)) * factor_M
+        total_M += tl.where(seen_M, -p_M * delta_M, 0.0)
     tl.store(io.dsink + h, tl.sum(total_M, 0))
