@@ -37,8 +37,8 @@ _MODULES = {
     "backward_wide": "wide",
     "backward_epilogue": "dq.epilogue",
 }
-# The tile in which far rows are computed again. Few calls have far rows, so it is small. The kernel's
-# other rows use the registers of these to have more of out and dout on their way.
+# The tile in which far rows are computed again. Few calls have far rows, so it is small. For other
+# rows, the same registers hold more of out and dout on their way.
 _FAR_BLOCK = 16
 
 
