@@ -38,7 +38,7 @@ def backward_autograd(run, keyset, *args):
 
 
 def inference_autograd(op, options: Options, args: tuple):
-    """The rule of an overload of heedful::inference under transforms and tracers. options: makes
+    """The rule of an overload of heedful::inference_v2 under transforms and tracers. options: makes
     Options from its arguments after q, k and v.
     """
     _refuse_tangents(args)

@@ -39,7 +39,7 @@ def prefixed_vmap(info, in_dims, *args):
 
 @untraced
 def inference_vmap(op, info, in_dims, *args):
-    """The rule of an overload of heedful::inference, whose results do not depend on an entry's
+    """The rule of an overload of heedful::inference_v2, whose results do not depend on an entry's
     place in the batch."""
     folded = [_fold(t, dim, info.batch_size) for t, dim in zip(args[:3], in_dims, strict=False)]
     sizes = info.batch_size, _batch(args[0], in_dims[0])

@@ -59,8 +59,8 @@ _TYPES = {
 }
 _OPTIONS = ", ".join(f"{_TYPES[name]} {name}" for name in Options._fields)
 
-# torch.compile keeps its code on disk under the names of operators: after a release, another schema
-# needs another name.
+# torch.compile keeps its code on disk under the names of operators: another schema needs another
+# name. So does `inference`, whose code calls attention under a transform.
 LIBRARY = torch.library.Library("heedful", "DEF")
 _SCHEMAS = (
     f"attention_v3({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
@@ -79,8 +79,8 @@ _SCHEMAS = (
     # Dense attention of which only the output is wanted. The dispatcher's time for each argument is
     # a tenth of a call's. So inference does not pass 34 arguments, and only four if all others have
     # their defaults.
-    "inference(Tensor q, Tensor k, Tensor v, bool causal=False) -> Tensor out",
-    "inference.options(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal,"
+    "inference_v2(Tensor q, Tensor k, Tensor v, bool causal=False) -> Tensor out",
+    "inference_v2.options(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal,"
     " int[] window_size, float softcap, int num_splits, str? backend) -> Tensor out",
 )
 for _schema in _SCHEMAS:
@@ -98,7 +98,7 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
             take_shards()
     if x is None:
         if out is None and seed is None and is_compiling() and _is_usual(q, k, v, options):
-            return torch.ops.heedful.inference.default(q, k, v, options.causal)
+            return torch.ops.heedful.inference_v2.default(q, k, v, options.causal)
         x = Operands(q, k, v)
     check_tensors(x, options)
     given, seed = plain_options(options), plain_seed(seed, x.q.device)
@@ -121,7 +121,7 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
         check_own_out(out, x.q, wants_grad)
         check_out(*map(abstract_spec, (out, x.q, x.v)))
     if out is None and not wants_grad and _is_bare(x, given):
-        return torch.ops.heedful.inference.options(*x[:3], *_inference_arguments(given))
+        return torch.ops.heedful.inference_v2.options(*x[:3], *_inference_arguments(given))
     result, lse, probs = torch.ops.heedful.attention_v3.default(*x, *given, wants_grad)
     if out is not None:
         result = out.copy_(result)
@@ -266,7 +266,7 @@ def _attention_fake(*args):
     )
 
 
-# Arguments of heedful::inference.options after v: all others have their defaults.
+# Arguments of heedful::inference_v2.options after v: all others have their defaults.
 _INFERENCE = ("softmax_scale", "causal", "window_size", "softcap", "num_splits", "backend")
 
 
@@ -300,13 +300,13 @@ def _inference_with(q, k, v, *args):
 
 @untraced
 def _inference_autograd(q, k, v, causal=False):
-    op = torch.ops.heedful.inference.default
+    op = torch.ops.heedful.inference_v2.default
     return _differentiable(op, _USUAL[causal], (q, k, v, causal))
 
 
 @untraced
 def _inference_with_autograd(q, k, v, *args):
-    op = torch.ops.heedful.inference.options
+    op = torch.ops.heedful.inference_v2.options
     return _differentiable(op, _inference_options(*args), (q, k, v, *args))
 
 
@@ -393,8 +393,8 @@ def _take_shards() -> None:
         "attention_v3": sharded.attend,
         "attention_v3_backward": sharded.differentiate,
         "second_backward": lambda op, args: sharded.twice(op, *args),
-        "inference": usual,
-        "inference.options": with_options,
+        "inference_v2": usual,
+        "inference_v2.options": with_options,
     }
     sharded.take_shards({_overload(name): rule for name, rule in rules.items()})
 
@@ -421,8 +421,8 @@ for _name, _kernel, _fake in (
     ("attention_v3_backward", _backward, _backward_fake),
     ("second_backward", _second_backward, _second_backward_fake),
     ("kept_seed", _kept_seed, torch.empty_like),
-    ("inference", _inference, _inference_fake),
-    ("inference.options", _inference_with, _inference_with_fake),
+    ("inference_v2", _inference, _inference_fake),
+    ("inference_v2.options", _inference_with, _inference_with_fake),
 ):
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"heedful::{_name}", _fake)
@@ -434,13 +434,13 @@ LIBRARY.impl("attention_v3", partial(attention_autograd, _attention), "Autograd"
 LIBRARY.impl(
     "attention_v3_backward", partial(backward_autograd, _backward), "Autograd", with_keyset=True
 )
-LIBRARY.impl("inference", _inference_autograd, "Autograd")
-LIBRARY.impl("inference.options", _inference_with_autograd, "Autograd")
-for _name in ("inference", "inference.options"):
+LIBRARY.impl("inference_v2", _inference_autograd, "Autograd")
+LIBRARY.impl("inference_v2.options", _inference_with_autograd, "Autograd")
+for _name in ("inference_v2", "inference_v2.options"):
     _rule = partial(inference_vmap, _overload(_name))
     torch.library.register_vmap(f"heedful::{_name}", _rule)
 for _device in ("cpu", "cuda"):
     # q, k, v and the bias of the one; q, k, v of the others.
-    for _name, _tensors in (("attention_v3", 4), ("inference", 3), ("inference.options", 3)):
+    for _name, _tensors in (("attention_v3", 4), ("inference_v2", 3), ("inference_v2.options", 3)):
         _cast = _autocasting(_name, _tensors, _device)
         LIBRARY.impl(_name, _cast, f"Autocast{_device.upper()}")
