@@ -122,6 +122,12 @@ def test_what_is_not_served_is_refused_by_name(facts, words):
     assert any(words in reason for reason in asked(False, **facts)), asked(False, **facts)
 
 
+def test_latent_attention_is_not_shared_out_over_ranks():
+    """Though vLLM's base says that it is."""
+    impl = type(latent())
+    assert impl.supports_pcp is False and impl.supports_dcp is False
+
+
 def test_latent_vectors_of_8_bits_are_refused_until_the_planner_takes_them():
     reasons = asked(True, kv_cache_dtype="fp8")
     assert not reasons or "kv_cache_dtype 'fp8': no kernel can run" in reasons[0]

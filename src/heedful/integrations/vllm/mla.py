@@ -92,6 +92,10 @@ class HeedfulMLAImpl(MLACommonImpl[MLACommonMetadata]):
         ValueError: naming what is not served.
     """
 
+    # vLLM's own are shared out over ranks.
+    supports_pcp: bool = False
+    supports_dcp: bool = False
+
     def __init__(
         self,
         num_heads: int,
