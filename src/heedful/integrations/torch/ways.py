@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heedful.core.call.arguments import Options
+from heedful.core.call.arguments import NUMBERS, Options
 from heedful.torch.base.dispatch import Likeness
-from heedful.torch.eager.calls import CALLS, latest
+from heedful.torch.eager.calls import ABSENT, CALLS, Call
 
 
 class Way(NamedTuple):
@@ -36,7 +36,7 @@ def keep_forward(how: tuple, given: Sequence[Tensor], qkv: tuple, options: Optio
     """Keeps the call that ran last, if it needs but addresses and came before that. qkv: its
     operands. out: what it wrote into, None if it made that."""
     q, k, v = qkv
-    call = latest(q, k, v, options, out)
+    call = _latest(q, k, v, options, out)
     if call is not None and out is None:
         _keep(how, given, qkv, call.on)
     elif call is not None:
@@ -44,6 +44,17 @@ def keep_forward(how: tuple, given: Sequence[Tensor], qkv: tuple, options: Optio
         new = partial(torch.empty_strided, *lie, dtype=out.dtype, device=out.device)
         on: Any = call.on
         _keep(how, given, qkv, lambda addresses: on(addresses, new()))
+
+
+def _latest(q: Tensor, k: Tensor, v: Tensor, options: Options, out=None) -> Call | None:
+    """The call of q, k and v that needs nothing but addresses, if it was the last one that `attend`
+    ran with these options, and came before that."""
+    base = (torch.is_grad_enabled(), options[0], options[3:], *map(type, options[NUMBERS]))
+    # The key under which `attend` keeps its latest call.
+    how: Any = (base, (options.max_seqlen_q, options.max_seqlen_k))
+    call = CALLS.latest.get(how if out is None else (*how, type(out), type(None)))
+    like = call and call.on and call.like
+    return call if like and like.addresses((q, k, v, *ABSENT, out)) else None
 
 
 def keep_backward(how: tuple, given: Sequence[Tensor], call: Any, tensors, slot: int) -> None:

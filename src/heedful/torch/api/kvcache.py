@@ -52,16 +52,8 @@ from heedful.torch.traced import library
 # The arguments that hold tensors.
 _ARGUMENTS = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens")
 _ARGUMENTS += ("cache_batch_idx", "cache_leftpad", "block_table", "alibi_slopes", "k_descale")
-_ARGUMENTS += (
-    "v_descale",
-    "k_shift",
-    "v_shift",
-    "sink",
-    "tree_mask",
-    "key_ranges",
-    "shared_prefix",
-    "out",
-)
+_ARGUMENTS += ("v_descale", "k_shift", "v_shift", "sink", "tree_mask", "key_ranges")
+_ARGUMENTS += ("shared_prefix", "out")
 # The names of the arrays in programs that are not operands.
 _NEW = {"k_new": "k", "v_new": "v", "q_new": "q"}
 

@@ -277,16 +277,8 @@ class Once(NamedTuple):
 
 # Operands that are expanded to a call's lengths, or that most calls do not have. Shifts come with
 # descales.
-_ADAPTED = (
-    "bias",
-    "alibi_slopes",
-    "tree_mask",
-    "key_ranges",
-    "seed",
-    "q_descale",
-    "k_descale",
-    "v_descale",
-)
+_ADAPTED = ("bias", "alibi_slopes", "tree_mask", "key_ranges", "seed")
+_ADAPTED += ("q_descale", "k_descale", "v_descale")
 _adapted = itemgetter(*(Operands._fields.index(name) for name in _ADAPTED))
 _OPERANDS = tuple(enumerate(Operands._fields))
 _LONGEST = slice(1, 3)  # of Options
@@ -430,16 +422,6 @@ def _find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[_Fo
         # No call takes an argument that cannot be hashed, or a tensor without plain memory (sparse,
         # ...): the checks will name it.
         return (None, None), None
-
-
-def latest(q, k, v, options: Options, out=None) -> Call | None:
-    """The call of q, k and v that needs nothing but addresses, if it was the last one that `attend`
-    ran with these options, and came before that."""
-    base = (is_grad_enabled(), options[0], options[3:], *map(type, options[NUMBERS]))
-    how: Any = (base, options[_LONGEST])
-    call = CALLS.latest.get(how if out is None else (*how, type(out), type(None)))
-    like = call and call.on and call.like
-    return call if like and like.addresses((q, k, v, *ABSENT, out)) else None
 
 
 def make(
