@@ -212,15 +212,9 @@ _SDPA |= {"module": "heedful.cpu.sdpa"}
 
 _PORTABLE_LEVELS = {
     "sm_90": "run",
-    "sm_80": "compile-only",
-    "sm_86": "compile-only",
-    "sm_89": "compile-only",
-    "sm_100": "compile-only",
-    "sm_120": "compile-only",
-    "gfx942": "emulated",
-    "gfx950": "emulated",
-    "nvidia:*": "untested",
-    "amd:*": "untested",
+    **dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_100", "sm_120"), "compile-only"),
+    **dict.fromkeys(("gfx942", "gfx950"), "emulated"),
+    **dict.fromkeys(("nvidia:*", "amd:*"), "untested"),
 }
 
 _OF_DECODE = frozenset(
