@@ -142,6 +142,25 @@ def test_a_served_batch_over_e4m3_is_shared_by_the_decode_and_the_forward():
     assert torch.equal(out, named[0]) and torch.equal(lse, named[1])
 
 
+def test_the_sign_of_a_descale_is_that_of_what_it_scales():
+    """Keys are negated as they are converted, and outputs as they are stored."""
+    call = stored(served([300, 40], [1600, 900], 1600, 300))
+    flipped = {**call, "k_descale": -call["k_descale"], "v_descale": -call["v_descale"]}
+    for name in "kv":
+        flipped[name] = (-call[name].float()).to(torch.float8_e4m3fn)
+    results = (heedful.flash_attn_varlen_func(**own, backend=CONVERTING) for own in (call, flipped))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_keys_of_a_descale_of_zero_are_all_alike():
+    call = stored(served([300], [1600], 1600, 300))
+    call["k_descale"] = torch.zeros_like(call["k_descale"])
+    out, lse = heedful.flash_attn_varlen_func(**call, backend=CONVERTING)
+    seen = torch.arange(1301, 1601, device="cuda").float()
+    assert torch.allclose(lse, seen.log().expand_as(lse)) and out.isfinite().all()
+
+
 def test_a_replayed_graph_over_e4m3_converts_other_lengths():
     mixes = ([400, 1, 1, 100], [1, 1, 300, 200], [0] * 4, [16, 17, 1, 468])
     call = stored(served(mixes[0], [1600] * 4, 1600, 512, tokens=506))
