@@ -57,9 +57,9 @@ def visit_keys(
     tiles = key_tiles(tl.program_id(0) * tile.BLOCK_M, place, mask, tile)
     counts += tl.program_id(0) * MOST
     for visit in range(0, tiles.full_end - tiles.full_begin):
-        count_visit(counts, visited_tile(visit, tiles, mask.HAS_LEFT, tl.constexpr(False)), 1)
+        count_visit(counts, visited_tile(visit, tiles, mask, tl.constexpr(False)), 1)
     for visit in range(0, masked_count(tiles)):
-        count_visit(counts, visited_tile(visit, tiles, mask.HAS_LEFT, tl.constexpr(True)), MASKED)
+        count_visit(counts, visited_tile(visit, tiles, mask, tl.constexpr(True)), MASKED)
 
 
 @triton.jit
@@ -102,8 +102,10 @@ def visits(kernel: str, mask: MaskSpec, sides, len_q: int, len_k: int, tree: boo
             tree=Pointer("tree", "int8") if tree else None,
             stride_treeb=None,
             stride_treem=None,
+            ranges=None,
             HAS_LEFT=mask.left >= 0,
             HAS_RIGHT=mask.right >= 0,
+            RANGES=None,
         ),
         "tile": Tile(16, 16, block_m, block_n, 16, 16, 0, "ieee"),
         "MOST": MOST,
