@@ -1,5 +1,7 @@
 """heedful.masks by their definitions, of PyTorch and of JAX, and what they refuse."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,8 @@ N = 12
 IDS = [[0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 7, 0], [5] * N]
 PLACES = [[0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 0, 0], list(range(N))]
 REAL = [[0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]]
+# A length that is none; a type checker is not to know.
+WRONG: Any = 4.0
 ROW, KEY = np.arange(N)[:, None], np.arange(N)[None]
 
 
@@ -117,7 +121,7 @@ def test_flashmasks_of_more_than_two_runs_are_refused_in_a_sentence():
         (lambda: masks.documents(torch.zeros(4)), "ids", ValueError),
         (lambda: masks.documents(position_ids=torch.zeros(4)), "position_ids", ValueError),
         (lambda: masks.prefix(torch.zeros(1, 1), 4), "lengths", ValueError),
-        (lambda: masks.prefix(torch.zeros(1), 4.0), "seqlen", TypeError),
+        (lambda: masks.prefix(torch.zeros(1), WRONG), "seqlen", TypeError),
         (lambda: masks.chunks(0, 4, like=torch.zeros(1)), "size", ValueError),
         (lambda: masks.chunks(2, 4, like=None), "like", TypeError),
         (lambda: masks.padding(torch.zeros(1, 4)), "real", TypeError),

@@ -78,7 +78,7 @@ class PlainStep(Step):
         facts, w = engine.model.facts, engine.model.weights
         dtype = w["embed"].dtype if facts.kv_cache_dtype == "auto" else torch.uint8
         self.cache = caches(engine, layout, facts.heads_k, 2 * facts.dim, dtype)
-        scale = torch.ones((), device=engine.device)
+        scale = torch.ones((), device=engine.device, dtype=torch.float32)
         self.layer = SimpleNamespace(_k_scale=scale, _v_scale=scale)
         self.impls = [self.made(backend, facts, n) for n in range(len(facts.windows))]
 
@@ -114,7 +114,7 @@ class LatentStep(Step):
         facts, w = engine.model.facts, engine.model.weights
         content, dtype = facts.rank + facts.rotary, w["embed"].dtype
         self.cache = caches(engine, (0, 1, 2, 3, 4), 1, content, dtype).squeeze(2)
-        self.scale = torch.ones((), device=engine.device)
+        self.scale = torch.ones((), device=engine.device, dtype=torch.float32)
         sizes = {
             "q_lora_rank": None,
             "kv_lora_rank": facts.rank,

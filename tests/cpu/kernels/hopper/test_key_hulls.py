@@ -69,7 +69,8 @@ def test_hulls_hold_what_rows_see_and_whole_keys_are_seen_by_all(case):
     interpret(Program((call,), ()), x | {"key_hulls": hulls})
     packed, own_heads = "q" in case.varlen, not case.varlen and "h" in case.ranges_of
     blocks = -(-case.seqlen_q // 64)
-    entries = built.problem.total_q // 64 + case.batch if packed else case.batch * blocks
+    total = built.problem.total_q or 0
+    entries = total // 64 + case.batch if packed else case.batch * blocks
     for seq in sequences(built.problem, built.x):
         first = seq.q_token // 64 + seq.batch if packed else seq.batch * blocks
         for h in range(case.heads_q):

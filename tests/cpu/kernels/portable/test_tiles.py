@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from heedful.core.call.mask import MaskSpec
+from heedful.kernels.args.kinds import RowArray
 from heedful.kernels.args.shared import Mask, Tile, TileOrder
 from heedful.kernels.common.sequences import Place, Seqlens
 from heedful.kernels.common.tile_range import key_tiles, masked_count, query_tiles, visited_tile
@@ -102,7 +103,7 @@ def visits(kernel: str, mask: MaskSpec, sides, len_q: int, len_k: int, tree: boo
             tree=Pointer("tree", "int8") if tree else None,
             stride_treeb=None,
             stride_treem=None,
-            ranges=None,
+            ranges=RowArray(None, None, None, None),
             HAS_LEFT=mask.left >= 0,
             HAS_RIGHT=mask.right >= 0,
             RANGES=None,

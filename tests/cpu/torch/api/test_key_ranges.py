@@ -81,10 +81,11 @@ def loss(q, k, v, ranges):
 
 
 def test_compiled_code_takes_ranges_and_their_gradients():
-    given = (*api.dense(), drawn(2, 1, 9, 4))
-    want = grad(loss, (0, 1, 2))(*given)
-    leaves = [t.requires_grad_() for t in given[:3]]
-    api.compiled(loss)(*leaves, given[3]).backward()
+    q, k, v = api.dense()
+    ranges = drawn(2, 1, 9, 4)
+    want = grad(loss, (0, 1, 2))(q, k, v, ranges)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    api.compiled(loss)(*leaves, ranges).backward()
     torch.testing.assert_close(tuple(t.grad for t in leaves), want)
 
 

@@ -33,8 +33,10 @@ PROBLEMS = [
     dense(1, 1, 131072, 32, 8),
     dense(64, 1, 8192, 32, 8, used_k=True, page_size=16),
     *(
-        dense(128, 2048, 8192, 32, 8, causal=True, total_q=n, page_size=16, used_k=True, **stored)
-        for stored in ({}, {"kv_dtype": "float8_e4m3fn"}, {"kv_dtype": "int8"})
+        dense(
+            128, 2048, 8192, 32, 8, causal=True, total_q=n, page_size=16, used_k=True, kv_dtype=kv
+        )
+        for kv in ("bfloat16", "float8_e4m3fn", "int8")
         for n in (4 * 2048 + 124, 128 * 2048)
     ),
     *(
