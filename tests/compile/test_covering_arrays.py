@@ -72,7 +72,7 @@ def test_every_dtype_and_feature_that_a_kernel_takes_is_met(name):
     assert {problem.dtype for problem in met} == set(row.dtypes)
 
 
-QUANTISED = (configs.quantised, configs.quantised_few_rows)
+QUANTISED = (configs.quantised, configs.quantised_few_rows, configs.quantised_packs)
 
 
 @pytest.mark.parametrize("kernel", ["hopper.forward", "hopper.fp8_forward", "cdna.forward"])
