@@ -167,11 +167,14 @@ HOPPER: Factors = {
     "dropout": ("none", "quads"),
     "sink": FLAGS,
     "lse": FLAGS,
+    "ranges": (0, 1, 2),
 }
-_hopper_possible = excluded({"sizes": ("small",), "splits": (3,)})
+_hopper_possible = excluded(
+    {"sizes": ("small",), "splits": (3,)}, {"mask": ("causal-first",), "ranges": (1, 2)}
+)
 _PLAIN: Row = {name: values[0] for name, values in HOPPER.items()}
-# What neither an element of a bias nor a draw for each score decides the tiles of.
-_LIGHT: Row = {"bias": "none", "dropout": "none", "alibi": False}
+# Calls whose tiles neither biases, draws for each score nor ranges decide.
+_LIGHT: Row = {"bias": "none", "dropout": "none", "alibi": False, "ranges": 0}
 _EVEN: Row = {**_LIGHT, "storage": "dense"}
 # Calls as they are timed, and for each row of the config table one that it is chosen for.
 _HOPPER_SEEDS: tuple[Row, ...] = (
@@ -222,6 +225,7 @@ def hopper_problem(row: Row) -> AttentionProblem:
         alibi=row["alibi"],
         bias=row["bias"] != "none",
         sink=row["sink"],
+        key_ranges=row["ranges"],
         return_lse=row["lse"],
         num_splits=0 if row["sizes"] == "small" else row["splits"],
     )

@@ -6,6 +6,7 @@ import pytest
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning import plan
+from heedful.core.registry import configs
 from heedful.core.registry.by_hand import forced
 from heedful.inspector.nvidia import inspect_cubin
 from heedful.launch import compiler
@@ -25,15 +26,25 @@ MORE = [
 ]
 
 
-def compiled(facts: dict):
-    """The attention kernel's machine code, and its artifact."""
+def planned(facts: dict) -> plan.Plan:
     given = {"seqlen_q": 2048, "causal": True, "used_k": True, "kv_dtype": "float8_e4m3fn"} | facts
     queries = given.pop("seqlen_q")
     problem = AttentionProblem.dense(4, queries, 8192, 32, 8, **given)
-    chosen = plan.plan(problem, DEVICE, compiling(), forced("hopper/converting"))
-    *_, call = programs.program(chosen, "forward").calls
+    return plan.plan(problem, DEVICE, compiling(), forced("hopper/converting"))
+
+
+def compiled(facts: dict):
+    """The attention kernel's machine code, and its artifact."""
+    *_, call = programs.program(planned(facts), "forward").calls
     found = compiler.artifact(call, DEVICE.arch)
     return inspect_cubin(found.code), found
+
+
+def test_every_row_of_the_config_table_that_converts_is_met():
+    chosen = [planned(facts) for facts in (*DEFAULT, *MORE)]
+    met = {id(configs.choose("hopper.forward", p.problem, p.device)) for p in chosen}
+    rows = [row for row in configs.ROWS if getattr(row.config, "stored_stages", 0)]
+    assert rows and {id(row) for row in rows} == met
 
 
 @pytest.mark.parametrize(
