@@ -47,7 +47,7 @@ def gathered(layout: Layout, mask: Mask, rank: int, one_by_one: bool = False) ->
     """The schedule of a rank. one_by_one: a call for each piece, where what a call takes once, such
     as the place of its dropout mask, differs between them."""
     needs = [_needed(layout, mask, r) for r in range(len(layout.shards))]
-    rows = [_rows(layout, r) for r in range(len(layout.shards))]
+    rows = [rows_of(layout, r) for r in range(len(layout.shards))]
     sent = tuple(
         _held(rows[rank], needs[other]) if other != rank else np.zeros(0, np.int64)
         for other in range(len(layout.shards))
@@ -100,8 +100,8 @@ def _window(mask: Mask, piece: Piece, length: int) -> tuple[int, int]:
     return left, right
 
 
-def _rows(layout: Layout, rank: int) -> np.ndarray:
-    """The rows of the whole batch that a rank holds."""
+def rows_of(layout: Layout, rank: int) -> np.ndarray:
+    """The rows of the whole batch that a rank holds, int64, in its order."""
     starts = layout.starts
     spans = [np.arange(p.begin, p.end) + starts[p.document] for p in layout.shards[rank]]
     return np.concatenate(spans) if spans else np.zeros(0, np.int64)
@@ -120,11 +120,6 @@ def _needed(layout: Layout, mask: Mask, rank: int) -> np.ndarray:
 def _held(rows: np.ndarray, needed: np.ndarray) -> np.ndarray:
     """Which of a rank's rows are needed."""
     return np.flatnonzero(needed[rows])
-
-
-def rows_of(layout: Layout, rank: int) -> np.ndarray:
-    """The rows of the whole batch that a rank holds, int64, in its order."""
-    return _rows(layout, rank)
 
 
 @dataclass(frozen=True)
