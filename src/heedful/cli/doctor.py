@@ -76,9 +76,9 @@ def _versions() -> dict[str, str | None]:
     versions["compiler"] = machine.compiler()
     versions["GPU driver"] = machine.driver()
     versions["kernel cache"] = _cache_words(settings.get("cache_dir"))
-    for name, setting in settings.TABLE.items():
+    for name in settings.TABLE:
         if name != "cache_dir" and settings.is_set(name):
-            versions[setting.variable] = str(settings.get(name))
+            versions[settings.variable(name)] = str(settings.get(name))
     return versions
 
 

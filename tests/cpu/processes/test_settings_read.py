@@ -17,7 +17,7 @@ import torch
 import heedful.torch as typed
 from heedful import configure
 from heedful.core.base import settings
-from heedful.core.base.settings import KIND, START, TABLE, TRACE, USE
+from heedful.core.base.settings import KIND, START, TABLE, TRACE, USE, variable
 from heedful.jax.base import device
 from heedful.launch import compiler
 from heedful.launch.code import packs
@@ -30,10 +30,10 @@ INT = torch.int32
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch):
     """No setting is set, and none is left behind."""
-    for setting in TABLE.values():
+    for name in TABLE:
         # A value to put back: that there is none.
-        monkeypatch.setenv(setting.variable, "")
-        monkeypatch.delenv(setting.variable)
+        monkeypatch.setenv(variable(name), "")
+        monkeypatch.delenv(variable(name))
 
 
 def raises(run: Callable[[], Any]) -> bool:
@@ -106,13 +106,12 @@ def test_each_setting_is_read_at_one_of_these_times():
 @pytest.mark.parametrize("name", SEEN)
 def test_a_setting_of_kinds_is_read_by_new_ones_alone_until_all_are_forgotten(name, monkeypatch):
     text, of_known, of_new = SEEN[name]
-    variable = TABLE[name].variable
-    short = variable.removeprefix("HEEDFUL_").lower()
+    short = variable(name).removeprefix("HEEDFUL_").lower()
     with standin.gpu("H200"):
         assert not of_known() and not of_known()
-        monkeypatch.setenv(variable, text)
+        monkeypatch.setenv(variable(name), text)
         assert not of_known() and of_new()
-        monkeypatch.delenv(variable)
+        monkeypatch.delenv(variable(name))
         assert not of_known()
         configure(**{short: text})
         assert of_known() and of_new()
@@ -123,7 +122,6 @@ def test_a_setting_of_kinds_is_read_by_new_ones_alone_until_all_are_forgotten(na
 @pytest.mark.parametrize("name", USED)
 def test_other_settings_are_read_each_time(name, monkeypatch):
     text, is_heeded = USED[name]
-    variable = TABLE[name].variable
 
     def heeded() -> bool:
         with contextlib.suppress(ValueError):
@@ -131,11 +129,11 @@ def test_other_settings_are_read_each_time(name, monkeypatch):
         return False
 
     assert not heeded()
-    monkeypatch.setenv(variable, text)
+    monkeypatch.setenv(variable(name), text)
     assert heeded()
-    monkeypatch.delenv(variable)
+    monkeypatch.delenv(variable(name))
     assert not heeded()
-    configure(**{variable.removeprefix("HEEDFUL_").lower(): text})
+    configure(**{variable(name).removeprefix("HEEDFUL_").lower(): text})
     assert heeded()
 
 
@@ -148,7 +146,7 @@ def test_what_is_read_once_stays_and_is_not_to_be_changed(monkeypatch):
     packs.load_default()
     assert logging.getLogger("heedful").level == level
     for name in ("log", "pack", "triton"):
-        with pytest.raises(ValueError, match=f"^{name} must be set as {TABLE[name].variable} bef"):
+        with pytest.raises(ValueError, match=f"^{name} must be set as {variable(name)} bef"):
             configure(**{name: "debug"})
 
 
@@ -164,5 +162,5 @@ def test_wrong_changes_change_nothing():
 
 def test_the_docs_say_when_each_setting_is_read():
     text = (Path(__file__).parents[3] / "docs/api.md").read_text()
-    for setting in TABLE.values():
-        assert f"| `{setting.variable}` | {setting.read} |" in text
+    for name, setting in TABLE.items():
+        assert f"| `{variable(name)}` | {setting.read} |" in text

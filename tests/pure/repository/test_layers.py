@@ -208,9 +208,9 @@ def test_planning_and_explaining_need_no_torch():
 
 
 def test_every_environment_variable_is_in_the_settings_table():
-    from heedful.core.base.settings import TABLE
+    from heedful.core.base.settings import TABLE, variable
 
-    known = {setting.variable for setting in TABLE.values()}
+    known = set(map(variable, TABLE))
     used = set()
     for path in ROOT.rglob("*.py"):
         used |= set(re.findall(r"HEEDFUL_\w+", path.read_text()))

@@ -96,7 +96,6 @@ class Setting:
     """One variable: how its text is read, what holds when it is unset (or a function that works it
     out), when it is read, and what it does."""
 
-    variable: str
     parse: Callable[[str], Any]
     default: Any
     read: str
@@ -105,45 +104,26 @@ class Setting:
 
 TABLE = {
     "backend": Setting(
-        "HEEDFUL_BACKEND",
         str,
         None,
         KIND,
         "backend to use for every call that names none; such a call raises where it cannot",
     ),
     "workspace_limit": Setting(
-        "HEEDFUL_WORKSPACE_LIMIT_MB",
-        _size,
-        None,
-        KIND,
-        "largest scratch of one call in MiB; a call that needs more raises",
+        _size, None, KIND, "largest scratch of one call in MiB; a call that needs more raises"
     ),
     "cache_dir": Setting(
-        "HEEDFUL_CACHE_DIR",
-        _folder,
-        _cache_dir,
-        USE,
-        "where compiled kernels are kept between processes",
+        _folder, _cache_dir, USE, "where compiled kernels are kept between processes"
     ),
     "cache_limit": Setting(
-        "HEEDFUL_CACHE_LIMIT_MB",
         _size,
         2048 * 1024 * 1024,
         USE,
         "size in MiB past which the least recently used kernels leave the cache",
     ),
-    "cache_read_only": Setting(
-        "HEEDFUL_CACHE_READ_ONLY", _boolean, False, USE, "1: never write to the cache"
-    ),
-    "pack": Setting(
-        "HEEDFUL_PACK",
-        _folder,
-        None,
-        START,
-        "folder of a pack of compiled kernels to load at start",
-    ),
+    "cache_read_only": Setting(_boolean, False, USE, "1: never write to the cache"),
+    "pack": Setting(_folder, None, START, "folder of a pack of compiled kernels to load at start"),
     "triton": Setting(
-        "HEEDFUL_TRITON",
         _folder,
         None,
         START,
@@ -151,7 +131,6 @@ TABLE = {
         " else a toolchain that is newer than this process's Triton",
     ),
     "workers": Setting(
-        "HEEDFUL_WORKERS",
         _workers,
         lambda: max(1, min(8, (os.cpu_count() or 1) // 2)),
         USE,
@@ -159,14 +138,9 @@ TABLE = {
         " cores, 8 at most)",
     ),
     "compile_seconds": Setting(
-        "HEEDFUL_COMPILE_SECONDS",
-        _seconds,
-        600.0,
-        USE,
-        "how long a worker process may compile one kernel before it is ended",
+        _seconds, 600.0, USE, "how long a worker process may compile one kernel before it is ended"
     ),
     "check_pages": Setting(
-        "HEEDFUL_CHECK_PAGES",
         _boolean,
         False,
         KIND,
@@ -174,7 +148,6 @@ TABLE = {
         " refuses graph capture",
     ),
     "device": Setting(
-        "HEEDFUL_DEVICE",
         str,
         None,
         TRACE,
@@ -182,7 +155,6 @@ TABLE = {
         " GPU that is not here",
     ),
     "log": Setting(
-        "HEEDFUL_LOG",
         _level,
         "warning",
         START,
@@ -191,21 +163,26 @@ TABLE = {
 }
 
 
+def variable(name: str) -> str:
+    """The environment variable of a setting; those of sizes, which are in MiB, end with _MB."""
+    return f"HEEDFUL_{name.upper()}" + "_MB" * (TABLE[name].parse is _size)
+
+
 def is_set(name: str) -> bool:
     """Whether the environment sets it: an empty variable counts as unset."""
-    return bool(os.environ.get(TABLE[name].variable))
+    return bool(os.environ.get(variable(name)))
 
 
 def get(name: str) -> Any:
     """The value of a setting now. Raises ValueError naming the variable if its text is wrong."""
     setting = TABLE[name]
-    text = os.environ.get(setting.variable)
+    text = os.environ.get(variable(name))
     if not text:
         return setting.default() if callable(setting.default) else setting.default
     try:
         return setting.parse(text)
     except ValueError as error:
-        raise ValueError(f"{setting.variable}={text!r}: {error}") from None
+        raise ValueError(f"{variable(name)}={text!r}: {error}") from None
 
 
 class _Clears(Protocol):
@@ -243,23 +220,22 @@ def configure(**settings: Any) -> None:
         ValueError: a value that it cannot have, or a setting that is read once. Nothing is changed
             then.
     """
+    names = {variable(name).removeprefix("HEEDFUL_").lower(): name for name in TABLE}
     changes = {}
     for name, value in settings.items():
-        variable = f"HEEDFUL_{name.upper()}"
-        found = [setting for setting in TABLE.values() if setting.variable == variable]
-        if not found:
-            names = ", ".join(s.variable.removeprefix("HEEDFUL_").lower() for s in TABLE.values())
-            raise TypeError(f"{name} must be one of {names}")
-        if found[0].read == START:
-            raise ValueError(f"{name} must be set as {variable} before heedful is first used")
-        changes[variable] = text = "" if value is None else str(value)
+        if name not in names:
+            raise TypeError(f"{name} must be one of {', '.join(names)}")
+        setting, key = TABLE[names[name]], variable(names[name])
+        if setting.read == START:
+            raise ValueError(f"{name} must be set as {key} before heedful is first used")
+        changes[key] = text = "" if value is None else str(value)
         try:
-            found[0].parse(text) if text else None
+            setting.parse(text) if text else None
         except ValueError as error:
             raise ValueError(f"{name}={value!r}: {error}") from None
-    for variable, text in changes.items():
-        os.environ.pop(variable, None)
+    for key, text in changes.items():
+        os.environ.pop(key, None)
         if text:
-            os.environ[variable] = text
+            os.environ[key] = text
     for forget in _forgetting:
         forget()

@@ -5,7 +5,7 @@ and direction are a row.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -17,22 +17,9 @@ from heedful.core.call.problem import (
     MAX_HEAD_DIM_V,
     AttentionProblem,
 )
-from heedful.core.registry import gates
+from heedful.core.registry import gates, mixed, preferences
 from heedful.core.registry.gates import FLOATS, FP8, Gate
-from heedful.core.registry.mixed import (
-    queries_of_a_tile,
-    queries_of_few_tiles,
-    sequences_of_both_kinds,
-    some_fill_a_tile,
-    some_fill_few_tiles,
-)
-from heedful.core.registry.preferences import (
-    Preferred,
-    keys_of_one_length,
-    many_rows,
-    many_rows_of_one_length,
-    packed_keys,
-)
+from heedful.core.registry.preferences import Preferred
 
 LEVELS = {
     "run": "measured on that hardware",
@@ -232,75 +219,75 @@ _OF_HOPPER_DECODE = frozenset(
     {"causal", "window", "first_keys", "diagonal", "sink", "varlen", "seqused", "paged"}
     | {"kv_batch_idx", "leftpad_k", "gqa", "head_dims_differ", "return_lse", "split_kv"}
 )
-_HOPPER_GATES = (
-    gates.some_tokens,
-    gates.positive_scale,
-    gates.out_as_in,
-    gates.whole_pages,
-    gates.aligned_draws,
-    gates.ranges_without_leading_keys,
-)
+# The gates of kernels that load by TMA, and of those that also read caches.
+_TMA_GATES = (gates.some_tokens, gates.positive_scale, gates.out_as_in)
+_CACHE_GATES = (*_TMA_GATES, gates.whole_pages)
+_HOPPER_GATES = (*_CACHE_GATES, gates.aligned_draws, gates.ranges_without_leading_keys)
+
+
+def _on_hopper(
+    backend: str,
+    name: str,
+    features: Set[str],
+    program: str,
+    *configs: str,
+    triton: tuple[int, ...] = (3, 9),
+    **facts: Any,
+) -> Variant:
+    """A kernel for sm_90. facts: all else, in place of what holds for most: they take 16-bit
+    queries. triton: by default the first with gl.inline_asm. program: within launch/bind."""
+    usual: dict[str, Any] = {
+        "direction": "forward",
+        "dtypes": ("bfloat16", "float16"),
+        "max_dim": 256,
+        "dim_multiple": 8,
+    }
+    return Variant(
+        backend,
+        name=name,
+        levels={"sm_90": "run"},
+        features=frozenset(features),
+        least=(("triton", triton),),
+        configs=configs,
+        program=f"heedful.launch.bind.{program}",
+        **(usual | facts),
+    )
 
 
 def _mixed(
     name: str,
     features: frozenset[str],
     kernel: str,
-    triton: tuple[int, ...],
     short_queries: Callable[[AttentionProblem], int],
     preference: Callable[[AttentionProblem, DeviceSpec], Preferred | None],
-    alias: str = "",
-    converted: tuple[str, ...] = (),
+    **facts: Any,
 ) -> Variant:
     """The Hopper forward beside a decode kernel that handles the sequences of few queries."""
-    return Variant(
+    return _on_hopper(
         "mixed",
-        "forward",
         name,
-        {"sm_90": "run"},
-        ("bfloat16", "float16"),
         # Partial results of the Hopper forward are merged over all rows.
         (features & _OF_HOPPER) - {"split_kv"},
-        converted,
-        converts=bool(converted),
-        max_dim=256,
-        dim_multiple=8,
-        least=(("triton", triton),),
+        "mixed",
+        *("hopper.forward", kernel),
         short_queries=short_queries,
-        gates=(*_HOPPER_GATES, gates.scales_of_heads, sequences_of_both_kinds),
+        gates=(*_HOPPER_GATES, gates.scales_of_heads, mixed.sequences_of_both_kinds),
         preferences=(preference,),
-        configs=("hopper.forward", kernel),
-        program="heedful.launch.bind.mixed",
-        alias=alias,
+        **facts,
     )
 
 
 def _latent(name: str, few_rows: Gate) -> Variant:
     """A kernel for latent vectors. few_rows: whether it is the one for few query rows."""
-    return Variant(
+    return _on_hopper(
         "decode",
-        "forward",
         name,
-        {"sm_90": "run"},
-        ("bfloat16", "float16"),
-        frozenset(
-            {"causal", "diagonal", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
-            | {"head_dims_differ", "return_lse", "split_kv"}
-        ),
+        {"causal", "diagonal", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
+        | {"head_dims_differ", "return_lse", "split_kv"},
+        "mla",
+        f"{name}.forward",
         max_dim=gates.LATENT_KEY_DIM,
-        dim_multiple=8,
-        # For gl.inline_asm.
-        least=(("triton", (3, 9)),),
-        gates=(
-            gates.values_in_keys,
-            gates.some_tokens,
-            gates.positive_scale,
-            gates.out_as_in,
-            gates.whole_pages,
-            few_rows,
-        ),
-        configs=(f"{name}.forward",),
-        program="heedful.launch.bind.mla",
+        gates=(gates.values_in_keys, *_CACHE_GATES, few_rows),
         alias=name,
     )
 
@@ -313,53 +300,40 @@ _HELD = {"softcap", "dropout"}
 def _hopper_backward(name: str, features: set[str], max_dim: int, *own: Gate) -> Variant:
     """A Hopper backward. features: what it takes beyond those of all."""
     kernel = "hopper.backward" if name == "backward" else f"hopper.backward_{name}"
-    return Variant(
+    # Its inline assembly: sums of dQ are stored by cp.reduce.async.bulk.
+    return _on_hopper(
         "hopper",
-        "backward",
         name,
-        {"sm_90": "run"},
-        ("bfloat16", "float16"),
-        frozenset(
-            {"causal", "window", "diagonal", "sink", "varlen", "gqa", "head_dims_differ"}
-            | {"return_lse", "backward", *features}
-        ),
+        {"causal", "window", "diagonal", "sink", "varlen", "gqa", "head_dims_differ"}
+        | {"return_lse", "backward", *features},
+        "hopper_backward",
+        *(kernel, "portable.scores"),
+        direction="backward",
         max_dim=max_dim,
-        dim_multiple=8,
-        # For gl.inline_asm: sums of dQ are stored by cp.reduce.async.bulk.
-        least=(("triton", (3, 9)),),
-        gates=(gates.some_tokens, gates.positive_scale, gates.out_as_in, gates.aligned_draws)
-        + (gates.near_softcap, *own),
-        configs=(kernel, "portable.scores"),
-        program="heedful.launch.bind.hopper_backward",
+        gates=(*_TMA_GATES, gates.aligned_draws, gates.near_softcap, *own),
     )
 
+
+# The portable decode within a mixed batch: its features, its kernel, its sequences, its calls.
+_SHORT = (_OF_DECODE, "decode.forward", mixed.queries_of_few_tiles, mixed.some_fill_few_tiles)
 
 # In order of preference.
 VARIANTS: tuple[Variant, ...] = (
     _latent("mla_swap_ab", gates.rows_of_swapped_products),
     _latent("mla", gates.few_rows),
-    Variant(
+    _on_hopper(
         "decode",
-        "forward",
         "hopper",
-        {"sm_90": "run"},
-        ("bfloat16", "float16"),
         _OF_HOPPER_DECODE,
-        max_dim=256,
-        dim_multiple=8,
-        # For gl.inline_asm.
-        least=(("triton", (3, 9)),),
+        "hopper_decode",
+        "hopper_decode.forward",
         appends=True,
-        gates=(
-            gates.some_tokens,
-            gates.positive_scale,
-            gates.out_as_in,
-            gates.whole_pages,
-            gates.few_packed_rows,
+        gates=(*_CACHE_GATES, gates.few_packed_rows),
+        preferences=(
+            preferences.many_rows,
+            preferences.many_rows_of_one_length,
+            preferences.packed_keys,
         ),
-        preferences=(many_rows, many_rows_of_one_length, packed_keys),
-        configs=("hopper_decode.forward",),
-        program="heedful.launch.bind.hopper_decode",
         alias="hopper_decode",
     ),
     Variant(
@@ -381,7 +355,11 @@ VARIANTS: tuple[Variant, ...] = (
             gates.scales_of_groups,
             gates.fp8_conversion,
         ),
-        preferences=(many_rows, many_rows_of_one_length, keys_of_one_length),
+        preferences=(
+            preferences.many_rows,
+            preferences.many_rows_of_one_length,
+            preferences.keys_of_one_length,
+        ),
         configs=("decode.forward",),
         program="heedful.launch.bind.decode",
     ),
@@ -389,72 +367,44 @@ VARIANTS: tuple[Variant, ...] = (
         "hopper",
         _OF_HOPPER_DECODE,
         "hopper_decode.forward",
-        (3, 9),
-        queries_of_a_tile,
-        some_fill_a_tile,
+        mixed.queries_of_a_tile,
+        mixed.some_fill_a_tile,
         alias="hopper_mixed",
     ),
-    _mixed(
-        "portable", _OF_DECODE, "decode.forward", (3, 6), queries_of_few_tiles, some_fill_few_tiles
-    ),
-    _mixed(
-        "converting",
-        _OF_DECODE,
-        "decode.forward",
-        (3, 9),
-        queries_of_few_tiles,
-        some_fill_few_tiles,
-        converted=_E4M3,
-    ),
-    Variant(
+    _mixed("portable", *_SHORT, triton=(3, 6)),
+    _mixed("converting", *_SHORT, kv_dtypes=_E4M3, converts=True),
+    _on_hopper(
         "hopper",
         "forward",
-        "forward",
-        {"sm_90": "run"},
-        ("bfloat16", "float16"),
         _OF_HOPPER,
-        max_dim=256,
-        dim_multiple=8,
-        least=(("triton", (3, 6)),),
-        gates=_HOPPER_GATES,
-        configs=("hopper.forward",),
-        program="heedful.launch.bind.hopper",
-    ),
-    Variant(
         "hopper",
-        "forward",
+        "hopper.forward",
+        triton=(3, 6),
+        gates=_HOPPER_GATES,
+    ),
+    _on_hopper(
+        "hopper",
         "converting",
-        {"sm_90": "run"},
-        ("bfloat16", "float16"),
         # A bias and dropout need registers that these programs lack.
         (_OF_HOPPER & _OF_DECODE) | {"split_kv"},
-        _E4M3,
-        converts=True,
-        max_dim=256,
-        dim_multiple=16,
-        least=(("triton", (3, 9)),),
-        gates=(*_HOPPER_GATES, gates.scales_of_heads),
-        configs=("hopper.forward",),
-        program="heedful.launch.bind.hopper",
-    ),
-    Variant(
         "hopper",
-        "forward",
+        "hopper.forward",
+        kv_dtypes=_E4M3,
+        converts=True,
+        dim_multiple=16,
+        gates=(*_HOPPER_GATES, gates.scales_of_heads),
+    ),
+    _on_hopper(
+        "hopper",
         "fp8",
-        {"sm_90": "run"},
-        ("float8_e4m3fn",),
-        frozenset(
-            {"causal", "window", "diagonal", "sink", "softcap", "varlen", "gqa"}
-            | {"head_dims_differ", "return_lse"}
-        ),
-        max_dim=256,
+        {"causal", "window", "diagonal", "sink", "softcap", "varlen", "gqa"}
+        | {"head_dims_differ", "return_lse"},
+        "hopper_fp8",
+        "hopper.fp8_forward",
+        dtypes=("float8_e4m3fn",),
         # 16 bytes: TMA requires strides that are multiples of these.
         dim_multiple=16,
-        # For gl.inline_asm.
-        least=(("triton", (3, 9)),),
         gates=(gates.some_tokens, gates.float_out),
-        configs=("hopper.fp8_forward",),
-        program="heedful.launch.bind.hopper_fp8",
     ),
     Variant(
         "cdna",

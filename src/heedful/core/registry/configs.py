@@ -9,57 +9,8 @@ from typing import Any
 
 from heedful.core.base.device import DeviceSpec
 from heedful.core.call.problem import ITEM_BITS, AttentionProblem
-from heedful.core.registry.conditions import (
-    MLA_LEAST_SMS,
-    MLA_SMS,
-    MLA_SWAP_LEAST_SMS,
-    all_merge_sooner,
-    always,
-    any_pressure,
-    eight_bit,
-    few_rows,
-    float32,
-    heads_share_lines,
-    high_pressure,
-    holds_more,
-    holds_more_in_order,
-    in_order,
-    in_pages,
-    long_caches,
-    masked,
-    merge_outlasts_waiting,
-    narrow_values,
-    no_pages,
-    packs,
-    packs_in_one,
-    quantised,
-    quantised_few_rows,
-    quantised_packs,
-    scaled_by_row,
-    several_tiles_of_rows,
-    sixteen_rows,
-    slopes,
-    small_grid,
-    small_pages,
-    some_pressure,
-    two_tiles_of_rows,
-    uneven,
-    uneven_masks,
-    wider_keys,
-    wider_keys_under_pressure,
-)
-from heedful.core.registry.tiles import (
-    CdnaForwardConfig,
-    DecodeConfig,
-    HopperBackwardConfig,
-    HopperDecodeConfig,
-    HopperForwardConfig,
-    HopperFp8Config,
-    MlaConfig,
-    MlaSwapConfig,
-    PortableConfig,
-    TileConfig,
-)
+from heedful.core.registry import conditions as where
+from heedful.core.registry import tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +23,7 @@ class ConfigRow:
     kernel: str
     archs: tuple[str, ...]
     max_dim: int
-    config: TileConfig
+    config: tiles.TileConfig
     measured: str
     when: Callable[[AttentionProblem], bool]
     least_units: int = 0
@@ -107,50 +58,50 @@ _DIMS = (64, 128, 256, 512)
 # (rows, keys, warps, stages) of each kernel and head dim, by architectures, condition, and where
 # they are from.
 _PORTABLE = {
-    (("*",), float32, _FITS): (
+    (("*",), where.float32, _FITS): (
         ("forward", (32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
         ("backward_keys", (32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
         ("backward_queries", (32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
         ("scores", (16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
     ),
-    (("*",), high_pressure, _NO_SPILLS): (
+    (("*",), where.high_pressure, _NO_SPILLS): (
         ("scores", (16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
     ),
-    (("*",), always, _NO_SPILLS): (
+    (("*",), where.always, _NO_SPILLS): (
         ("scores", (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
     ),
-    (("sm_90", *_WARP_PRODUCTS), high_pressure, _NO_SPILLS_EITHER): (
+    (("sm_90", *_WARP_PRODUCTS), where.high_pressure, _NO_SPILLS_EITHER): (
         ("forward", (32, 32, 8, 1), (32, 32, 8, 1), (32, 16, 8, 1), (32, 16, 8, 1)),
         ("backward_keys", (16, 32, 4, 2), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
         ("backward_queries", (32, 32, 8, 1), (16, 16, 8, 1), (32, 16, 4, 2), (16, 32, 8, 1)),
     ),
-    (("sm_90",), some_pressure, _NO_SPILLS): (
+    (("sm_90",), where.some_pressure, _NO_SPILLS): (
         ("forward", (64, 64, 4, 3), (128, 32, 8, 3), (128, 16, 8, 3), (32, 16, 8, 1)),
         ("backward_keys", (32, 64, 4, 3), (32, 64, 8, 2), (32, 32, 8, 2), (16, 16, 8, 1)),
         ("backward_queries", (64, 64, 4, 3), (128, 32, 8, 3), (128, 16, 8, 2), (16, 32, 8, 1)),
     ),
-    (("sm_90",), always, _H200): (
+    (("sm_90",), where.always, _H200): (
         ("forward", (64, 64, 4, 3), (128, 64, 8, 3), (128, 16, 8, 3), (32, 16, 8, 1)),
         ("backward_keys", (32, 64, 4, 3), (32, 128, 8, 4), (16, 32, 4, 2), (16, 16, 8, 1)),
         ("backward_queries", (64, 64, 4, 3), (128, 64, 8, 3), (128, 16, 8, 2), (16, 32, 8, 1)),
     ),
-    (_CDNA, high_pressure, _AMD): (
+    (_CDNA, where.high_pressure, _AMD): (
         ("forward", (32, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1)),
     ),
-    (_CDNA, always, _AMD): (
+    (_CDNA, where.always, _AMD): (
         ("forward", (128, 64, 4, 1), (128, 64, 4, 1), (64, 32, 4, 1), (32, 16, 4, 1)),
         ("backward_keys", (64, 64, 4, 1), (32, 64, 4, 1), (16, 64, 4, 1), (16, 32, 4, 1)),
         ("backward_queries", (128, 32, 4, 1), (128, 32, 4, 1), (64, 16, 4, 1), (32, 16, 4, 1)),
     ),
-    (_WARP_PRODUCTS, some_pressure, _NO_SPILLS_EITHER): (
+    (_WARP_PRODUCTS, where.some_pressure, _NO_SPILLS_EITHER): (
         ("forward", (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 16, 8, 1)),
     ),
-    (_NVIDIA, always, _FITS): (
+    (_NVIDIA, where.always, _FITS): (
         ("forward", (64, 64, 4, 2), (64, 64, 4, 2), (32, 32, 4, 2), (32, 16, 8, 1)),
         ("backward_keys", (64, 64, 4, 2), (32, 64, 8, 2), (32, 32, 8, 2), (16, 16, 8, 1)),
         ("backward_queries", (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 8, 1)),
     ),
-    (("*",), always, _SMALL): (
+    (("*",), where.always, _SMALL): (
         ("forward", (64, 32, 4, 1), (64, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
         ("backward_keys", (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
         ("backward_queries", (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
@@ -158,10 +109,10 @@ _PORTABLE = {
 }
 # The forward's for head dims up to 576, with its architectures, condition, and where they are from.
 _PORTABLE_WIDE = (
-    (("sm_90", *_NVIDIA), wider_keys_under_pressure, _WIDER, (16, 16, 8, 1)),
-    (("sm_90", *_NVIDIA), wider_keys, _WIDER, (32, 16, 8, 1)),
-    (_CDNA, wider_keys, _AMD, (32, 16, 4, 1)),
-    (("*",), wider_keys, _SMALL, (16, 16, 4, 1)),
+    (("sm_90", *_NVIDIA), where.wider_keys_under_pressure, _WIDER, (16, 16, 8, 1)),
+    (("sm_90", *_NVIDIA), where.wider_keys, _WIDER, (32, 16, 8, 1)),
+    (_CDNA, where.wider_keys, _AMD, (32, 16, 4, 1)),
+    (("*",), where.wider_keys, _SMALL, (16, 16, 4, 1)),
 )
 
 _H200_GLUON = "H200, 2026-11-20, Triton 3.9: fastest of those tried"
@@ -172,20 +123,20 @@ _LEAST_SPILLS = "sm_90, Triton 3.9: fewest spills of those compiled; others not 
 _Tile = tuple[int, int, int, int]
 
 
-def _hopper(max_dim: int, tile: _Tile, when=always, measured=_H200_GLUON, **how):
-    config = HopperForwardConfig(*tile, **how)
+def _hopper(max_dim: int, tile: _Tile, when=where.always, measured=_H200_GLUON, **how):
+    config = tiles.HopperForwardConfig(*tile, **how)
     return ConfigRow("hopper.forward", ("sm_90",), max_dim, config, measured, when)
 
 
-def _hopper_fp8(max_dim: int, tile: _Tile, when=always, **how):
-    config = HopperFp8Config(*tile, **how)
+def _hopper_fp8(max_dim: int, tile: _Tile, when=where.always, **how):
+    config = tiles.HopperFp8Config(*tile, **how)
     return ConfigRow("hopper.fp8_forward", ("sm_90",), max_dim, config, _H200_GLUON, when)
 
 
 def _hopper_backward(
-    max_dim: int, tile: _Tile, when=always, measured=_H200_23, kernel="hopper.backward", **how
+    max_dim: int, tile: _Tile, when=where.always, measured=_H200_23, kernel="hopper.backward", **how
 ):
-    config = HopperBackwardConfig(*tile, **how)
+    config = tiles.HopperBackwardConfig(*tile, **how)
     return ConfigRow(kernel, ("sm_90",), max_dim, config, measured, when)
 
 
@@ -235,9 +186,11 @@ _FP8_D128: dict[str, Any] = {
 _FP8_D128_MASKED: dict[str, Any] = {**_FP8_D128, "votes_last": True, "prefetches_tile": True}
 
 
-def _cdna(max_dim: int, tile: tuple[int, int, int, int], when=always) -> ConfigRow:
+def _cdna(max_dim: int, tile: tuple[int, int, int, int], when=where.always) -> ConfigRow:
     measured = "compiled and emulated for gfx942 and gfx950: no spills; not timed"
-    return ConfigRow("cdna.forward", _GLUON_CDNA, max_dim, CdnaForwardConfig(*tile), measured, when)
+    return ConfigRow(
+        "cdna.forward", _GLUON_CDNA, max_dim, tiles.CdnaForwardConfig(*tile), measured, when
+    )
 
 
 _GLUON_CDNA = ("gfx942", "gfx950")
@@ -250,7 +203,7 @@ def _decode(
     tile: tuple[int, int, int],
     bits: int = 16,
     paged: bool | None = None,
-    also: Callable[[AttentionProblem], bool] = always,
+    also: Callable[[AttentionProblem], bool] = where.always,
     **how,
 ) -> ConfigRow:
     """A config row for up to `rows` query rows of a KV head, caches of at most `bits` bits a value,
@@ -274,7 +227,7 @@ def _decode(
     # Timed in bfloat16 at D128, and assumed for the others: 1 x 1024 keys in eight segments take
     # 9.8 us, in four 10.8; 1 x 2048 in sixteen 11.3, in eight 11.1 (H200, 2026-11-26).
     fewest = 8 if archs == ("sm_90",) and max_dim <= 256 else 1
-    config = DecodeConfig(rows, *tile, fewest_shares=fewest, **how)
+    config = tiles.DecodeConfig(rows, *tile, fewest_shares=fewest, **how)
     return ConfigRow("decode.forward", archs, max_dim, config, measured, when)
 
 
@@ -282,20 +235,20 @@ def _hopper_decode(
     max_dim: int,
     keys: int,
     stages: int,
-    when: Callable[[AttentionProblem], bool] = always,
+    when: Callable[[AttentionProblem], bool] = where.always,
     **how,
 ) -> ConfigRow:
-    config = HopperDecodeConfig(64, keys, 4, stages, fewest_shares=8, **how)
+    config = tiles.HopperDecodeConfig(64, keys, 4, stages, fewest_shares=8, **how)
     return ConfigRow("hopper_decode.forward", ("sm_90",), max_dim, config, _H200_26, when)
 
 
 def _mla(how: dict[str, Any], *when: Callable[[AttentionProblem], bool]) -> ConfigRow:
     """A config row for problems that all of `when` accept. Programs that wait for each other must
     run at once: the device needs an SM for each line of work tiles (core/planning/sizes.py)."""
-    config = MlaConfig(64, 128, programs=1, least_tiles=2, **how)
+    config = tiles.MlaConfig(64, 128, programs=1, least_tiles=2, **how)
     timed = _H200_26 if config.query_boxes else _H200_25
-    measured = _LEAST_SPILLS if small_pages in when else timed
-    units = MLA_SMS // MLA_LEAST_SMS if config.merge else 0
+    measured = _LEAST_SPILLS if where.small_pages in when else timed
+    units = where.MLA_SMS // where.MLA_LEAST_SMS if config.merge else 0
     return ConfigRow("mla.forward", ("sm_90",), 576, config, measured, _all_of(when), units)
 
 
@@ -303,8 +256,8 @@ def _mla_swap_ab(
     rows: int, how: dict[str, Any], *when: Callable[[AttentionProblem], bool]
 ) -> ConfigRow:
     """As `_mla`, for tiles of `rows` rows."""
-    config = MlaSwapConfig(rows, 64, 4, 2, programs=1, **how)
-    units = MLA_SMS // MLA_SWAP_LEAST_SMS if config.merge else 0
+    config = tiles.MlaSwapConfig(rows, 64, 4, 2, programs=1, **how)
+    units = where.MLA_SMS // where.MLA_SWAP_LEAST_SMS if config.merge else 0
     kernel = "mla_swap_ab.forward"
     return ConfigRow(kernel, ("sm_90",), 576, config, _H200_26, _all_of(when), units)
 
@@ -334,54 +287,54 @@ _MLA_PAGES: dict[str, Any] = {"consumer_regs": 232, "producer_regs": 40}
 _MLA_TILES: dict[str, Any] = {"ahead": 1, "in_order": 1}
 
 ROWS: list[ConfigRow] = [
-    _hopper(128, (128, 128, 4, 2), quantised_packs, _FITS, **_TWO_CONVERT, pack_gqa=True),
-    _hopper(256, (128, 64, 4, 2), quantised_packs, _FITS, **_WIDE_CONVERT, pack_gqa=True),
-    _hopper(128, (64, 128, 4, 2), quantised_few_rows, _FITS, **_CONVERTS),
-    _hopper(64, (192, 64, 4, 5), quantised, _H200_27, **_NARROW_CONVERT),
-    _hopper(128, (192, 64, 4, 4), quantised, _H200_27, **_THREE_CONVERT),
-    _hopper(256, (128, 64, 4, 2), quantised, _FITS, **_WIDE_CONVERT),
-    _hopper(128, (128, 64, 4, 3), any_pressure, _LEAST_SPILLS, **_D128),
-    _hopper(256, (128, 32, 4, 2), any_pressure, _LEAST_SPILLS, **_D256),
-    _hopper(64, (64, 128, 4, 4), packs_in_one, _LEAST_SPILLS, **_ONE),
-    _hopper(128, (64, 128, 4, 2), packs_in_one, _LEAST_SPILLS, **_ONE),
-    _hopper(256, (64, 64, 4, 2), packs_in_one, _LEAST_SPILLS, **_ONE),
-    _hopper(64, (128, 128, 4, 4), packs, _LEAST_SPILLS, **_TWO),
-    _hopper(128, (128, 128, 4, 2), packs, _LEAST_SPILLS, **_TWO),
-    _hopper(256, (128, 64, 4, 2), packs, _LEAST_SPILLS, **_TWO, out_in_q=True),
-    _hopper(64, (64, 128, 4, 4), few_rows, _H200_25, rescale="speculative"),
-    _hopper(128, (64, 128, 4, 2), few_rows, _LEAST_SPILLS),
-    _hopper(256, (64, 64, 4, 2), few_rows, _LEAST_SPILLS),
-    _hopper(64, (64, 128, 4, 4), small_grid, _LEAST_SPILLS),
-    _hopper(128, (64, 128, 4, 2), small_grid, _LEAST_SPILLS),
-    _hopper(256, (64, 64, 4, 2), small_grid, _LEAST_SPILLS),
-    _hopper(64, (128, 128, 4, 4), two_tiles_of_rows, _H200_25, **_D64_TWO),
-    _hopper(64, (256, 64, 4, 6), slopes, **_D64_PINGPONG),
+    _hopper(128, (128, 128, 4, 2), where.quantised_packs, _FITS, **_TWO_CONVERT, pack_gqa=True),
+    _hopper(256, (128, 64, 4, 2), where.quantised_packs, _FITS, **_WIDE_CONVERT, pack_gqa=True),
+    _hopper(128, (64, 128, 4, 2), where.quantised_few_rows, _FITS, **_CONVERTS),
+    _hopper(64, (192, 64, 4, 5), where.quantised, _H200_27, **_NARROW_CONVERT),
+    _hopper(128, (192, 64, 4, 4), where.quantised, _H200_27, **_THREE_CONVERT),
+    _hopper(256, (128, 64, 4, 2), where.quantised, _FITS, **_WIDE_CONVERT),
+    _hopper(128, (128, 64, 4, 3), where.any_pressure, _LEAST_SPILLS, **_D128),
+    _hopper(256, (128, 32, 4, 2), where.any_pressure, _LEAST_SPILLS, **_D256),
+    _hopper(64, (64, 128, 4, 4), where.packs_in_one, _LEAST_SPILLS, **_ONE),
+    _hopper(128, (64, 128, 4, 2), where.packs_in_one, _LEAST_SPILLS, **_ONE),
+    _hopper(256, (64, 64, 4, 2), where.packs_in_one, _LEAST_SPILLS, **_ONE),
+    _hopper(64, (128, 128, 4, 4), where.packs, _LEAST_SPILLS, **_TWO),
+    _hopper(128, (128, 128, 4, 2), where.packs, _LEAST_SPILLS, **_TWO),
+    _hopper(256, (128, 64, 4, 2), where.packs, _LEAST_SPILLS, **_TWO, out_in_q=True),
+    _hopper(64, (64, 128, 4, 4), where.few_rows, _H200_25, rescale="speculative"),
+    _hopper(128, (64, 128, 4, 2), where.few_rows, _LEAST_SPILLS),
+    _hopper(256, (64, 64, 4, 2), where.few_rows, _LEAST_SPILLS),
+    _hopper(64, (64, 128, 4, 4), where.small_grid, _LEAST_SPILLS),
+    _hopper(128, (64, 128, 4, 2), where.small_grid, _LEAST_SPILLS),
+    _hopper(256, (64, 64, 4, 2), where.small_grid, _LEAST_SPILLS),
+    _hopper(64, (128, 128, 4, 4), where.two_tiles_of_rows, _H200_25, **_D64_TWO),
+    _hopper(64, (256, 64, 4, 6), where.slopes, **_D64_PINGPONG),
     # Keys and values share stages: windows and packed causal calls take 1.2 % fewer cycles, causal
     # ones as many, and those without a mask 2.5 % more (H200, 2026-11-22).
-    _hopper(64, (256, 64, 4, 6), uneven_masks, **_D64_FOUR, kv_share_stages=True),
+    _hopper(64, (256, 64, 4, 6), where.uneven_masks, **_D64_FOUR, kv_share_stages=True),
     _hopper(64, (256, 64, 4, 6), **_D64_FOUR),
-    _hopper(128, (192, 64, 4, 5), uneven, **_D128_UNEVEN),
+    _hopper(128, (192, 64, 4, 5), where.uneven, **_D128_UNEVEN),
     _hopper(128, (128, 128, 4, 3), **_D128_SPECULATIVE),
-    _hopper(192, (128, 128, 4, 2), narrow_values, **_D192),
-    _hopper(192, (128, 64, 4, 3), no_pages, **_D192, v_stages=2),
+    _hopper(192, (128, 128, 4, 2), where.narrow_values, **_D192),
+    _hopper(192, (128, 64, 4, 3), where.no_pages, **_D192, v_stages=2),
     _hopper(256, (128, 64, 4, 2), **_D256),
     _hopper_fp8(64, (192, 128, 4, 4), **_FP8_D64),
-    _hopper_fp8(128, (128, 128, 4, 4), masked, **_FP8_D128_MASKED),
+    _hopper_fp8(128, (128, 128, 4, 4), where.masked, **_FP8_D128_MASKED),
     _hopper_fp8(128, (128, 128, 4, 4), **_FP8_D128),
     _hopper_fp8(256, (128, 64, 4, 2), consumer_regs=240),
     # In a fixed order a tile waits for those of lower numbers, which must have begun: so they are
     # drawn.
-    _hopper_backward(64, (64, 128, 4, 2), holds_more_in_order, _FITS, draws=True),
-    _hopper_backward(64, (128, 128, 4, 2), in_order, _FITS, draws=True, splits=0),
-    _hopper_backward(128, (64, 128, 4, 2), in_order, _FITS, draws=True, splits=0),
-    _hopper_backward(64, (64, 128, 4, 2), holds_more, _FITS, **_DRAWN),
+    _hopper_backward(64, (64, 128, 4, 2), where.holds_more_in_order, _FITS, draws=True),
+    _hopper_backward(64, (128, 128, 4, 2), where.in_order, _FITS, draws=True, splits=0),
+    _hopper_backward(128, (64, 128, 4, 2), where.in_order, _FITS, draws=True, splits=0),
+    _hopper_backward(64, (64, 128, 4, 2), where.holds_more, _FITS, **_DRAWN),
     _hopper_backward(64, (128, 128, 4, 2), **_DRAWN),
     _hopper_backward(128, (64, 128, 4, 2), **_DRAWN),
     _hopper_backward(
-        192, (64, 128, 4, 2), always, _H200_25, "hopper.backward_pair", **_NO_DQ_GROUP
+        192, (64, 128, 4, 2), where.always, _H200_25, "hopper.backward_pair", **_NO_DQ_GROUP
     ),
     _hopper_backward(256, (64, 64, 4, 2), kernel="hopper.backward_wide", **_NO_DQ_GROUP),
-    _cdna(64, (256, 128, 8, 1), eight_bit),
+    _cdna(64, (256, 128, 8, 1), where.eight_bit),
     _cdna(128, (256, 64, 8, 1)),
     # Page numbers are loaded two stages before keys, which takes two more stages. Tiles of 64 rows
     # use WGMMA, which reads keys from shared memory: fewer stages, so that an SM has room for two
@@ -391,9 +344,11 @@ ROWS: list[ConfigRow] = [
     # 2026-11-25). Programs of several heads read parts of one line at different times: with lines
     # prefetched as a whole, int4 takes 176 us instead of 215 (measured likewise). With 8 bits calls
     # take a third longer by this.
-    _decode(("sm_90",), 128, 8, (64, 2, 3), 4, False, heads_share_lines, fetch_ahead=3, **_FOUR),
+    _decode(
+        ("sm_90",), 128, 8, (64, 2, 3), 4, False, where.heads_share_lines, fetch_ahead=3, **_FOUR
+    ),
     *(
-        _decode(("sm_90",), 128, 8, (64, 2, stages), 8, paged, scaled_by_row, **_FOUR)
+        _decode(("sm_90",), 128, 8, (64, 2, stages), 8, paged, where.scaled_by_row, **_FOUR)
         for stages, paged in ((5, True), (3, False))
     ),
     # With 4 bits, more warps with fewer registers each.
@@ -436,12 +391,12 @@ ROWS: list[ConfigRow] = [
     # 485.2; cuDNN takes 484.9. In pages, head dim 64 is faster with boxes of fewer rows: 253.8 us
     # instead of 257.6. At head dim 256 one program has two tiles of each: 64 x 4096 take 478.1
     # instead of 481.8, in pages 488.5 instead of 506.9 (H200, 2026-11-26).
-    _hopper_decode(64, 64, 2, in_pages),
+    _hopper_decode(64, 64, 2, where.in_pages),
     _hopper_decode(64, 128, 1),
     # If boxes have fewer keys than a tile, two tiles of each are faster: 64 x 8192 in pages of 16
     # take 489.3 us instead of 493.8, 128 sequences of different lengths 891.6 instead of 900.1; in
     # pages of 64 490.1 instead of 488.1 (H200, 2026-11-26).
-    _hopper_decode(128, 64, 2, small_pages),
+    _hopper_decode(128, 64, 2, where.small_pages),
     _hopper_decode(128, 64, 1),
     _hopper_decode(256, 64, 2, programs=1, registers=0),
     # Keys of 512 + 64 columns, the first 512 of which are values.
@@ -466,10 +421,10 @@ ROWS: list[ConfigRow] = [
     # of 148.6 (H200, 2026-11-26).
     *(
         _mla_swap_ab(rows, how, of_rows, when)
-        for rows, of_rows in ((16, sixteen_rows), (32, always))
+        for rows, of_rows in ((16, where.sixteen_rows), (32, where.always))
         for when, how in (
-            (all_merge_sooner, {"merge": 1, "least_tiles": 2}),
-            (always, {"least_tiles": 4}),
+            (where.all_merge_sooner, {"merge": 1, "least_tiles": 2}),
+            (where.always, {"least_tiles": 4}),
         )
     ),
     # If pages hold fewer keys than a block, the producer holds more page numbers. 128 heads over 64
@@ -479,24 +434,24 @@ ROWS: list[ConfigRow] = [
     *(
         _mla(how, *when)
         for when, how in (
-            ((small_pages, merge_outlasts_waiting), {**_MLA_PAGES, "merge": 1}),
-            ((small_pages, several_tiles_of_rows), {**_MLA_PAGES, **_MLA_TILES}),
-            ((small_pages,), _MLA_PAGES),
-            ((merge_outlasts_waiting,), {"merge": 1}),
-            ((several_tiles_of_rows, long_caches), {**_MLA_TILES, "query_boxes": 2}),
-            ((several_tiles_of_rows,), _MLA_TILES),
+            ((where.small_pages, where.merge_outlasts_waiting), {**_MLA_PAGES, "merge": 1}),
+            ((where.small_pages, where.several_tiles_of_rows), {**_MLA_PAGES, **_MLA_TILES}),
+            ((where.small_pages,), _MLA_PAGES),
+            ((where.merge_outlasts_waiting,), {"merge": 1}),
+            ((where.several_tiles_of_rows, where.long_caches), {**_MLA_TILES, "query_boxes": 2}),
+            ((where.several_tiles_of_rows,), _MLA_TILES),
             ((), {}),
         )
     ),
     *(
-        ConfigRow("portable.forward", archs, 576, PortableConfig(*tile), measured, when)
+        ConfigRow("portable.forward", archs, 576, tiles.PortableConfig(*tile), measured, when)
         for archs, when, measured, tile in _PORTABLE_WIDE
     ),
     *(
-        ConfigRow(f"portable.{kernel}", archs, max_dim, PortableConfig(*tile), measured, when)
+        ConfigRow(f"portable.{kernel}", archs, max_dim, tiles.PortableConfig(*tile), measured, when)
         for (archs, when, measured), rows in _PORTABLE.items()
-        for kernel, *tiles in rows
-        for max_dim, tile in zip(_DIMS, tiles, strict=True)
+        for kernel, *by_dim in rows
+        for max_dim, tile in zip(_DIMS, by_dim, strict=True)
     ),
 ]
 

@@ -28,21 +28,29 @@ def _unpacked(name: str, tensor, varlen: bool = False) -> tuple[Tensor, ...]:
     return tensor.unbind(-3)
 
 
-def _check_keywords(function: Callable, keywords: dict[str, Any], stands_for: Any) -> None:
-    """TypeError for a keyword that the function behind `function`, which passes keywords on, does
-    not have."""
-    for name in keywords:
-        if name not in stands_for.__kwdefaults__:
-            words = f"{function.__name__}() got an unexpected keyword argument {name!r}"
-            raise TypeError(words)
-
-
 def in_own_words(error: Exception, name: str) -> None:
     """Turns an error about parts of a packed tensor into one about the caller's arguments."""
     said = re.sub(f"^([{name}]) must", rf"{name} (its \1) must", str(error))
     if name == "qkv":
         said = re.sub(r"\b(cu_seqlens|max_seqlen)_[qk]\b", r"\1", said)
     error.args = (said,)
+
+
+def _call(
+    function: Callable, name: str, before: tuple, packed: Tensor, after: tuple, keywords: dict
+) -> Any:
+    """A call of the function that a packed form stands for: with arguments before the parts of the
+    packed one, whose name is `name`, and after them. Errors speak of the caller's arguments."""
+    for keyword in keywords:
+        if keyword not in function.__kwdefaults__:
+            form = function.__name__.replace("func", f"{name}packed_func")
+            raise TypeError(f"{form}() got an unexpected keyword argument {keyword!r}")
+    parts = _unpacked(name, packed, function is flash_attn_varlen_func)
+    try:
+        return function(*before, *parts, *after, **keywords)
+    except (TypeError, ValueError) as error:
+        in_own_words(error, name)
+        raise
 
 
 def flash_attn_qkvpacked_func(
@@ -65,14 +73,8 @@ def flash_attn_qkvpacked_func(
 
     Returns, Raises: as flash_attn_func.
     """
-    _check_keywords(flash_attn_qkvpacked_func, keywords, flash_attn_func)
-    q, k, v = _unpacked("qkv", qkv)
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    try:
-        return flash_attn_func(q, k, v, *options, return_attn_probs, **keywords)
-    except (TypeError, ValueError) as error:
-        in_own_words(error, "qkv")
-        raise
+    return _call(flash_attn_func, "qkv", (), qkv, (*options, return_attn_probs), keywords)
 
 
 def flash_attn_kvpacked_func(
@@ -97,14 +99,8 @@ def flash_attn_kvpacked_func(
 
     Returns, Raises: as flash_attn_func.
     """
-    _check_keywords(flash_attn_kvpacked_func, keywords, flash_attn_func)
-    k, v = _unpacked("kv", kv)
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    try:
-        return flash_attn_func(q, k, v, *options, return_attn_probs, **keywords)
-    except (TypeError, ValueError) as error:
-        in_own_words(error, "kv")
-        raise
+    return _call(flash_attn_func, "kv", (q,), kv, (*options, return_attn_probs), keywords)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -130,15 +126,10 @@ def flash_attn_varlen_qkvpacked_func(
 
     Returns, Raises: as flash_attn_varlen_func.
     """
-    _check_keywords(flash_attn_varlen_qkvpacked_func, keywords, flash_attn_varlen_func)
-    q, k, v = _unpacked("qkv", qkv, True)
-    where = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    try:
-        return flash_attn_varlen_func(q, k, v, *where, *options, return_attn_probs, **keywords)
-    except (TypeError, ValueError) as error:
-        in_own_words(error, "qkv")
-        raise
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    after = (*lengths, *options, return_attn_probs)
+    return _call(flash_attn_varlen_func, "qkv", (), qkv, after, keywords)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -167,15 +158,10 @@ def flash_attn_varlen_kvpacked_func(
 
     Returns, Raises: as flash_attn_varlen_func.
     """
-    _check_keywords(flash_attn_varlen_kvpacked_func, keywords, flash_attn_varlen_func)
-    k, v = _unpacked("kv", kv, True)
-    where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    try:
-        return flash_attn_varlen_func(q, k, v, *where, *options, return_attn_probs, **keywords)
-    except (TypeError, ValueError) as error:
-        in_own_words(error, "kv")
-        raise
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    after = (*lengths, *options, return_attn_probs)
+    return _call(flash_attn_varlen_func, "kv", (q,), kv, after, keywords)
 
 
 # Which function each packed form stands for.

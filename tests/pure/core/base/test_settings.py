@@ -18,8 +18,8 @@ from heedful.core.planning.plan import explain, plan
 
 @pytest.fixture
 def clean(monkeypatch, tmp_path):
-    for setting in settings.TABLE.values():
-        monkeypatch.delenv(setting.variable, raising=False)
+    for name in settings.TABLE:
+        monkeypatch.delenv(settings.variable(name), raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
 
@@ -27,7 +27,7 @@ def clean(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", settings.TABLE)
 def test_an_empty_variable_is_one_that_is_not_set(clean, monkeypatch, name):
     unset = settings.get(name)
-    monkeypatch.setenv(settings.TABLE[name].variable, "")
+    monkeypatch.setenv(settings.variable(name), "")
     assert settings.get(name) == unset and not settings.is_set(name)
 
 
@@ -36,8 +36,8 @@ def test_a_wrong_value_is_named_with_its_variable(clean, monkeypatch):
         **{"cache_limit": "much", "cache_read_only": "perhaps", "log": "loud"},
         **{"workers": "0", "compile_seconds": "inf"},
     }.items():
-        monkeypatch.setenv(settings.TABLE[name].variable, text)
-        with pytest.raises(ValueError, match=f"{settings.TABLE[name].variable}='{text}'"):
+        monkeypatch.setenv(settings.variable(name), text)
+        with pytest.raises(ValueError, match=f"{settings.variable(name)}='{text}'"):
             settings.get(name)
 
 
@@ -66,22 +66,23 @@ def test_texts_stand_for_values_and_none_for_the_default(clean, monkeypatch, nam
     if name != "cache_dir":
         assert settings.get(name) == unset
     for text, value in texts.items():
-        monkeypatch.setenv(settings.TABLE[name].variable, text)
+        monkeypatch.setenv(settings.variable(name), text)
         assert settings.get(name) == value and settings.is_set(name)
 
 
 @pytest.mark.parametrize("name", ["workspace_limit", "cache_limit"])
 @pytest.mark.parametrize("text", ["-1", "1.5", "many"])
 def test_a_size_is_a_number_of_mib_from_0_on(clean, monkeypatch, name, text):
-    monkeypatch.setenv(settings.TABLE[name].variable, text)
-    with pytest.raises(ValueError, match=f"^{settings.TABLE[name].variable}='{text}': "):
+    monkeypatch.setenv(settings.variable(name), text)
+    with pytest.raises(ValueError, match=f"^{settings.variable(name)}='{text}': "):
         settings.get(name)
 
 
 def test_variables_are_heedfuls_and_each_is_explained():
     for name, setting in settings.TABLE.items():
-        assert setting.variable.startswith(f"HEEDFUL_{name.upper()}")
-        assert setting.variable.removeprefix(f"HEEDFUL_{name.upper()}") in ("", "_MB")
+        variable = settings.variable(name)
+        assert variable.removeprefix(f"HEEDFUL_{name.upper()}") in ("", "_MB")
+        assert variable.endswith("_MB") == ("MiB" in setting.help)
         assert setting.help
 
 
