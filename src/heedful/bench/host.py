@@ -11,7 +11,6 @@ tests, not here: what is timed is what the host does.
 """
 
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -125,7 +124,7 @@ def main() -> None:
     us, over = measure(device)
     for name, figure in us.items():
         ratio = f"{over[name]:8.3f}" if name in over else ""
-        sys.stdout.write(f"{name:30}{figure:8.1f}{ratio}\n")
+        script.say(f"{name:30}{figure:8.1f}{ratio}")
 
 
 if __name__ == "__main__":

@@ -275,22 +275,21 @@ def _us(times: list[float]) -> str:
 
 def main(words: str) -> None:
     device = script.current_gpu()
-    say = sys.stdout.write
-    say(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, jax {jax.__version__}\n")
+    versions = f"torch {torch.__version__}, jax {jax.__version__}"
+    script.say(f"{torch.cuda.get_device_name(device)}, {versions}")
     logs = []
     for group in ("forward", "backward"):
         for case in cases(group):
             if words in case.name:
                 found = measure(case, device, "cudnn")
-                say(_line(case, found, "cudnn") + "\n")
-                sys.stdout.flush()
+                script.say(_line(case, found, "cudnn"))
                 if group == "forward" and {"JAX", "cudnn"} <= found.times.keys():
                     logs.append(ratios(found.times["cudnn"], found.times["JAX"]).median)
     if logs:
         mean = statistics.geometric_mean(logs)
-        say(f"forward: {mean:.3f} of cuDNN's speed, least {min(logs):.3f}\n")
+        script.say(f"forward: {mean:.3f} of cuDNN's speed, least {min(logs):.3f}")
     for name, times in dispatch(device, "cudnn").items():
-        say(f"dispatch {name}: {_us(times)}\n")
+        script.say(f"dispatch {name}: {_us(times)}")
 
 
 if __name__ == "__main__":

@@ -250,14 +250,12 @@ def main() -> None:
     words = " ".join(sys.argv[1:])
     device = script.current_gpu()
     register(continuous=True)
-    out = sys.stdout.write
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    out(f"{torch.cuda.get_device_name(device)}, {versions}\n")
+    script.say(f"{torch.cuda.get_device_name(device)}, {versions}")
     for name, model, theirs, all_jobs in jobs():
         for job in all_jobs:
             if words in f"{name} {job.name}":
-                out(line(name, model, theirs, job) + "\n")
-                sys.stdout.flush()
+                script.say(line(name, model, theirs, job))
         del model, all_jobs
         torch.cuda.empty_cache()
 

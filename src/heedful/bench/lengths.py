@@ -8,7 +8,6 @@ what the host does.
 """
 
 import random
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -99,8 +98,7 @@ def known_and_new(make: Callable[[int], Call], device: torch.device) -> tuple[fl
 def main() -> None:
     device = script.current_gpu()
     base = median_us([sdpa(LEAST, device)] * CALLS, device)
-    say = sys.stdout.write
-    say(f"SDPA forward: {base:.1f} us\n")
+    script.say(f"SDPA forward: {base:.1f} us")
     for name, make in (("dense", dense), ("packed", packed)):
         for grad in (False, True):
 
@@ -110,8 +108,10 @@ def main() -> None:
 
             known, new = known_and_new(call, device)
             words = f"{name} forward" + " and backward" * grad
-            say(f"{words}: known {known:.1f} us ({known / base:.2f} of SDPA's forward),")
-            say(f" new {new:.1f} us ({new / base:.2f}; {new / known:.2f} of known)\n")
+            script.say(
+                f"{words}: known {known:.1f} us ({known / base:.2f} of SDPA's forward),"
+                f" new {new:.1f} us ({new / base:.2f}; {new / known:.2f} of known)"
+            )
 
 
 if __name__ == "__main__":

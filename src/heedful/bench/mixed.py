@@ -163,7 +163,7 @@ def run(words: str, device: torch.device, rounds: int = ROUNDS) -> Iterator[str]
 
 def main() -> None:
     for line in run(" ".join(sys.argv[1:]), script.current_gpu()):
-        sys.stdout.write(line + "\n")
+        script.say(line)
 
 
 if __name__ == "__main__":

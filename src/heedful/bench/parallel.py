@@ -190,8 +190,7 @@ def _rank(rank: int, ranks: int, port: int, words: list[str]) -> None:
     for case in cases(ranks):
         if not words or any(word in case.name for word in words):
             for line in rows(case, device):
-                sys.stdout.write(line + "\n")
-                sys.stdout.flush()
+                script.say(line)
     dist.destroy_process_group()
 
 
@@ -199,12 +198,11 @@ def main() -> None:
     script.current_gpu()
     ranks = torch.cuda.device_count()
     version = ".".join(map(str, nccl.version()))
-    sys.stdout.write(f"{ranks} x {torch.cuda.get_device_name()}, NCCL {version}\n")
-    sys.stdout.write(
+    script.say(
+        f"{ranks} x {torch.cuda.get_device_name()}, NCCL {version}",
         f"{'case':34} {'strategy':7} {'layout':10} {'fwd, 1':>8} {'fwd':>8} {'E':>6}"
-        f" {'both, 1':>9} {'both':>9} {'E':>6} {'balance':>8} {'plan ms':>8}\n"
+        f" {'both, 1':>9} {'both':>9} {'E':>6} {'balance':>8} {'plan ms':>8}",
     )
-    sys.stdout.flush()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

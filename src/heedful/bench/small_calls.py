@@ -186,14 +186,13 @@ def main(words: Sequence[str] = ()) -> int:
         with busy:
             for case in CASES:
                 mine, other = figures(case, rounds)
-                found = other / mine
-                says = "" if found >= setting.bar else f"  below {setting.bar:g}"
+                faster = other / mine
+                says = "" if faster >= setting.bar else f"  below {setting.bar:g}"
                 missed += bool(says)
-                sys.stdout.write(
+                script.say(
                     f"{setting.name:26} {case.name:24} heedful {mine:9,.0f} us,"
-                    f" SDPA {other:9,.0f} us: {found:.2f}{says}\n"
+                    f" SDPA {other:9,.0f} us: {faster:.2f}{says}"
                 )
-                sys.stdout.flush()
     torch.set_num_threads(before)
     return int(missed > 0)
 

@@ -391,11 +391,11 @@ def compile_first(wanted: list[Shape], spec: DeviceSpec, folder: Path | None) ->
 
 
 def main() -> None:
-    say, given = sys.stdout.write, sys.argv[1:]
+    given = sys.argv[1:]
     if len(given) < 1 + (given[:1] == ["--pack"]):
         raise script.Refused("a file for figures, or --pack and a folder, must be named")
     if given[0] == "--pack":
-        say(compile_first(shapes(), DRAWN_FOR, Path(given[1])) + "\n")
+        script.say(compile_first(shapes(), DRAWN_FOR, Path(given[1])))
         return
     from heedful.torch.base.device import device_spec
 
@@ -403,12 +403,11 @@ def main() -> None:
     device = script.current_gpu()
     spec, wanted = device_spec(device), shapes()
     if not os.environ.get("HEEDFUL_PACK"):
-        say(compile_first(wanted, spec, None) + "\n")
+        script.say(compile_first(wanted, spec, None))
     left = seconds - (time.perf_counter() - start)
     with open(given[0], "w", encoding="utf-8") as out:
         for line in record(out, device, spec, left, wanted):
-            say(line + "\n")
-            sys.stdout.flush()
+            script.say(line)
 
 
 if __name__ == "__main__":

@@ -361,11 +361,11 @@ def main() -> None:
     for step in STEPS:
         if words in step.name:
             rows.append(measure(step, device, backends=backends))
-            sys.stdout.write("\n".join(lines(rows[-1])) + "\n")
+            script.say(*lines(rows[-1]))
             torch.cuda.empty_cache()
     for line in mixed.run(words, device, ROUNDS):
-        sys.stdout.write(line + "\n")
-    sys.stdout.write("\n".join(pairs(rows)) + "\n")
+        script.say(line)
+    script.say(*pairs(rows))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Tensors are stored with rows before heads, so that torch's call makes no copy.
 """
 
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -193,10 +192,10 @@ def main() -> None:
     report = activate()
     try:
         for line in (*device_table(device, SHAPES, ROUNDS), "", *host_table(device)):
-            sys.stdout.write(line + "\n")
+            script.say(line)
     finally:
         restore()
-    sys.stdout.write(f"\n{report}\n")
+    script.say("", str(report))
 
 
 if __name__ == "__main__":

@@ -90,24 +90,25 @@ def trained(recipe: Recipe, source: text.Text) -> dict[str, Run]:
 
 def report(recipe: Recipe, runs: dict[str, Run]) -> None:
     """Prints the speed of each run, and how far its losses are from those with cuDNN."""
-    say = sys.stdout.write
     for name, run in runs.items():
-        found = ratio(run.seconds, runs[OURS].seconds)
+        faster = ratio(run.seconds, runs[OURS].seconds)
         apart = strayed(run, runs[CUDNN])
         ended = run.losses[-1] if math.isfinite(run.losses[-1]) else math.nan
-        say(f"{name}: {run.tokens_per_s(recipe):,.0f} tokens/s,")
-        say(f" heedful {found.median:.3f} times as fast (least round {found.least:.3f});")
-        say(f" loss {ended:.4f}, from cuDNN's at most {apart.largest:.2e}, RMS {apart.rms:.2e}\n")
+        script.say(
+            f"{name}: {run.tokens_per_s(recipe):,.0f} tokens/s,"
+            f" heedful {faster.median:.3f} times as fast (least round {faster.least:.3f});"
+            f" loss {ended:.4f}, from cuDNN's at most {apart.largest:.2e}, RMS {apart.rms:.2e}"
+        )
 
 
 def report_together(apart: Sequence[dict[str, Distance]]) -> None:
     """Prints how far the losses of each run are from cuDNN's over all seeds."""
     for name in (OURS, FLASH):
-        found = [distances[name] for distances in apart]
-        largest = max(distance.largest for distance in found)
-        rms = math.sqrt(statistics.fmean(distance.rms**2 for distance in found))
-        sys.stdout.write(f"{name}, {len(found)} seeds: from cuDNN's loss at most {largest:.2e},")
-        sys.stdout.write(f" RMS {rms:.2e}\n")
+        of_seeds = [distances[name] for distances in apart]
+        largest = max(distance.largest for distance in of_seeds)
+        rms = math.sqrt(statistics.fmean(distance.rms**2 for distance in of_seeds))
+        seeds = f"{name}, {len(of_seeds)} seeds"
+        script.say(f"{seeds}: from cuDNN's loss at most {largest:.2e}, RMS {rms:.2e}")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def test_a_bench_that_is_run_asks_for_the_current_device(name, monkeypatch):
 
 def test_steps_are_picked_by_the_words(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert ended("steps", ("no", "such", "step"), capsys) == (None, "\n", "")
+    assert ended("steps", ("no", "such", "step"), capsys) == (None, "", "")
 
 
 @pytest.mark.parametrize(("words", "steps"), [([], bench.RECIPE.steps), (["7"], 7)])

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from heedful.bench.harness.cases import GROUPS, Case
 from heedful.bench.harness.check import OUTSIDE
-from heedful.bench.harness.run import Figure, Outcome, kv_gb_per_s
+from heedful.bench.harness.run import Outcome, kv_gb_per_s
+from heedful.bench.harness.timing import Spread
 
 # One colour a peer on every picture; heedful stands out.
 _COLOURS = {
@@ -40,14 +41,7 @@ def unit(case: Case) -> str:
     return "GFLOP/s" if case.group == "cpu" else "TFLOP/s"
 
 
-def value(case: Case, figure: Figure) -> float | None:
-    """A figure in its case's unit."""
-    if figure.time_us is None:
-        return None
-    return _in_unit(case, figure.time_us.median)
-
-
-def _in_unit(case: Case, time_us: float) -> float:
+def in_unit(case: Case, time_us: float) -> float:
     """A time as a speed, where that is what the case is judged by."""
     flops_a_us = {"TFLOP/s": 1e6, "GFLOP/s": 1e3}.get(unit(case))
     return case.flops() / time_us / flops_a_us if flops_a_us else time_us
@@ -101,25 +95,21 @@ def _digits(number: float) -> str:
 
 
 def _timed(outcome: Outcome, peer: str) -> bool:
-    figure = outcome.figure(peer)
-    return figure is not None and figure.time_us is not None
+    return outcome.figure(peer).time_us is not None
 
 
 def _drawn(outcome: Outcome, peer: str) -> bool:
     """Whether a picture has something to show of a peer: a time, or that its result was wrong."""
-    figure = outcome.figure(peer)
-    return figure is not None and (figure.time_us is not None or figure.wrong)
+    return _timed(outcome, peer) or outcome.figure(peer).wrong
 
 
 def _cell(outcome: Outcome, peer: str) -> str:
     figure = outcome.figure(peer)
-    if figure is None or figure.time_us is None:
-        if figure is None or not figure.wrong:
-            return "-"
+    if figure.wrong:
         return f"[bold red]{OUTSIDE if OUTSIDE in (figure.missing or '') else 'wrong'}[/]"
-    shown = value(outcome.case, figure)
-    assert shown is not None
-    text = _digits(shown)
+    if figure.time_us is None:
+        return "-"
+    text = _digits(in_unit(outcome.case, figure.time_us.median))
     if outcome.case.group == "decode":
         text += f" ({kv_gb_per_s(outcome.case, figure.time_us):.0f} GB/s)"
     ratio = figure.ratio
@@ -174,14 +164,10 @@ def summary(outcomes: list[Outcome], peer: str = "heedful") -> list[str]:
 def _against(outcomes: list[Outcome], peer: str, rivals: list[str], words: str) -> str | None:
     speeds = {}
     for outcome in outcomes:
-        ours = outcome.figure(peer)
-        theirs = [
-            f.time_us.median
-            for name in rivals
-            if (f := outcome.figure(name)) is not None and f.time_us is not None
-        ]
-        if ours is not None and ours.time_us is not None and theirs:
-            speeds[outcome.case.name] = min(theirs) / ours.time_us.median
+        ours = outcome.figure(peer).time_us
+        theirs = [time.median for name in rivals if (time := outcome.figure(name).time_us)]
+        if ours and theirs:
+            speeds[outcome.case.name] = min(theirs) / ours.median
     if not speeds:
         return None
     mean = math.exp(sum(math.log(speed) for speed in speeds.values()) / len(speeds))
@@ -271,14 +257,13 @@ def _bars(axis, title: str, outcomes: list[Outcome], peers: list[str]) -> None:
     for place, peer in enumerate(present):
         for column, outcome in enumerate(outcomes):
             figure = outcome.figure(peer)
-            height = None if figure is None else value(outcome.case, figure)
             x = column + (place - (len(present) - 1) / 2) * width
-            if figure is None or height is None:
-                if figure is not None and figure.wrong:
-                    _failed(axis, x, peer)
+            if figure.wrong:
+                _failed(axis, x, peer)
+            if figure.time_us is None:
                 continue
+            height, below, above = _range(outcome.case, figure.time_us)
             axis.bar(x, height, width * 0.92, color=_colour(peer, peers))
-            below, above = _range(outcome.case, figure)
             axis.errorbar(x, height, yerr=[[below], [above]], color="#333333", capsize=2)
             axis.annotate(
                 _digits(height),
@@ -316,13 +301,11 @@ def _failed(axis, x: float, peer: str) -> None:
     )
 
 
-def _range(case: Case, figure: Figure) -> tuple[float, float]:
-    """Distances from the median down to the lowest and up to the highest round, for a bar."""
-    time = figure.time_us
-    assert time is not None
-    ends = sorted(_in_unit(case, t) for t in (time.low, time.high))
-    middle = _in_unit(case, time.median)
-    return middle - ends[0], ends[1] - middle
+def _range(case: Case, time: Spread) -> tuple[float, float, float]:
+    """The median; how far below it is the lowest round, and how far above the highest, for a
+    bar."""
+    low, middle, high = sorted(in_unit(case, us) for us in time)
+    return middle, middle - low, high - middle
 
 
 def _colour(peer: str, peers: list[str]) -> str:

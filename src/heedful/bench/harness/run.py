@@ -49,8 +49,8 @@ class Outcome:
     figures: list[Figure] = field(default_factory=list)
     clocks: tuple[dict, dict] = ({}, {})
 
-    def figure(self, peer: str) -> Figure | None:
-        return next((f for f in self.figures if f.peer == peer), None)
+    def figure(self, peer: str) -> Figure:
+        return next((f for f in self.figures if f.peer == peer), Figure(peer))
 
 
 def measure(

@@ -28,6 +28,13 @@ def numbers(words: Sequence[str], what: str, least: int = 1) -> list[int]:
     return [int(word) for word in words]
 
 
+def say(*lines: str) -> None:
+    """Writes lines to standard output at once, since programs take long."""
+    for line in lines:
+        sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def run(main: Callable[[], int | None], usage: str | None) -> NoReturn:
     """Runs a program and ends the process: with the usage where that is asked for, with one line
     and 2 where it is refused."""

@@ -16,7 +16,7 @@ from heedful.core.base.numbers import FAR, LONGEST, check_length, check_window
 from heedful.core.base.symbols import larger, smaller
 from heedful.core.call.arguments import AttentionCall, Options, argument_name
 from heedful.core.call.mask import MaskSpec
-from heedful.core.call.operands import Operands
+from heedful.core.call.operands import LENGTHS, SCALES, Operands
 from heedful.core.call.problem import (
     ITEM_BITS,
     MAX_HEAD_DIM,
@@ -36,9 +36,7 @@ QUANTIZED = {
     "int8": "int8",
     "uint8": "int4",
 }
-_SCALES = ("q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
-_FIRST_SCALE, _NO_SCALES = -len(_SCALES), (None,) * len(_SCALES)
-_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "kv_batch_idx", "leftpad_k")
+_FIRST_SCALE, _NO_SCALES = -len(SCALES), (None,) * len(SCALES)
 _LAYOUTS = {
     ("q", "dense"): "(batch, seqlen_q, heads_q, head_dim)",
     ("k", "dense"): "(batch, seqlen_k, heads_k, head_dim)",
@@ -311,7 +309,7 @@ def _check_pages(x: Operands, sizes: _Sizes, k_name: str) -> None:
 
 def _check_lengths(x: Operands, options: Options, sizes: _Sizes) -> None:
     """Checks the arrays of ints that say where sequences lie."""
-    for operand in _LENGTHS:
+    for operand in LENGTHS:
         spec = getattr(x, operand)
         if spec is None:
             continue
@@ -400,7 +398,7 @@ def _check_scales(x: Operands, options: Options, sizes: _Sizes, dtype: str, kv_d
     if x[_FIRST_SCALE:] == _NO_SCALES:
         return 0
     quantized = kv_dtype != dtype
-    for operand in _SCALES:
+    for operand in SCALES:
         spec = getattr(x, operand)
         if spec is None:
             continue

@@ -48,6 +48,12 @@ class Operands(NamedTuple):
     v_shift: Any = None
 
 
+# The operands that say where sequences lie, beside the pages of a cache; and those of quantised
+# values.
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "kv_batch_idx", "leftpad_k")
+SCALES = ("q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
+
+
 class Gradients(NamedTuple):
     """The results of a backward. From kernels dbias has size 1 where the bias is broadcast, and
     dsink, (H,), is float32; callers get both in the shapes and dtypes of bias and sink."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from heedful.core.base.arrays import ArraySpec, item_bytes
 from heedful.core.base.symbols import if_above
 from heedful.core.call.arguments import argument_name
-from heedful.core.call.operands import Operands
+from heedful.core.call.operands import LENGTHS, Operands
 from heedful.core.call.problem import NEAR_BYTES
 
 
@@ -22,10 +22,7 @@ def dense_rows(spec: ArraySpec) -> ArraySpec:
 
 
 # The dtypes in which kernels get operands that may come in others.
-_CASTS = {"sink": "float32"}
-for _side in "qk":
-    _CASTS |= {f"cu_seqlens_{_side}": "int32", f"seqused_{_side}": "int32"}
-_CASTS |= {"block_table": "int32", "kv_batch_idx": "int32", "leftpad_k": "int32"}
+_CASTS = {"sink": "float32", **dict.fromkeys((*LENGTHS, "block_table"), "int32")}
 
 
 def casts(x: Operands) -> dict[str, str]:

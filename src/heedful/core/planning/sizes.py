@@ -60,6 +60,11 @@ class Workspace:
     zeroed: bool = False
     left_zero: bool = False
 
+    @classmethod
+    def of(cls, name: str, *shape: int, dtype: str = "float32", **facts: bool) -> "Workspace":
+        """A dense array."""
+        return cls(name, ArraySpec.contiguous(shape, dtype), **facts)
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchSizes:
@@ -89,12 +94,10 @@ def of(plan: "Plan", problem: AttentionProblem, direction: str, stored_k: int | 
         return _backward(plan, problem, problem.seqlen_k if stored_k is None else stored_k)
     splits, partials = splits_of(plan, problem), ()
     if plan.is_split:
-        out = (*_tokens(problem), problem.heads_q, problem.head_dim_v)
-        lse = ArraySpec.contiguous((splits, *problem.lse_shape), "float32")
         partials = (
-            Workspace("partial_out", ArraySpec.contiguous((splits, *out), "float32")),
-            Workspace("partial_lse", lse),
-            Workspace("partial_rest", lse),
+            Workspace.of("partial_out", splits, *problem.out_shape),
+            Workspace.of("partial_lse", splits, *problem.lse_shape),
+            Workspace.of("partial_rest", splits, *problem.lse_shape),
         )
     launches, workspaces = {}, []
     for kernel in plan.configs:
@@ -130,12 +133,6 @@ def best_splits(config: TileConfig, problem: AttentionProblem, device: DeviceSpe
         return config.key_splits
     rows = config.group_rows(problem)
     return choose_splits(problem, device, config.block_m, config.block_n, rows)
-
-
-def _tokens(problem: AttentionProblem) -> tuple[int, ...]:
-    if problem.total_q is not None:
-        return (problem.total_q,)
-    return problem.batch, problem.seqlen_q
 
 
 def heads_in_l2(problem: AttentionProblem, device: DeviceSpec) -> int:
@@ -224,30 +221,34 @@ def _hopper_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     if plan.scheduler == "dynamic":
         # An earlier kernel sets the counter.
         ahead = isinstance(config, HopperFp8Config) and not config.transposes_v
-        counter = ArraySpec.contiguous((1,), "int32")
-        workspaces.append(
-            Workspace("tile_counter", counter, zeroed=not (ahead or problem.varlen_q))
-        )
+        zeroed = not (ahead or problem.varlen_q)
+        workspaces.append(Workspace.of("tile_counter", 1, dtype="int32", zeroed=zeroed))
     if problem.varlen_q:
         capacity = _head_tiles(config, problem)
-        grid = (problem.batch + plan.device.units, 1, 1)
-        numbers = {"capacity": capacity, **_short_q(plan)}
-        launches["hopper.varlen_scheduler"] = LaunchSizes(grid, numbers)
-        tiles_of = ArraySpec.contiguous((1 + 2 * capacity,), "int32")
-        workspaces.append(Workspace("varlen_tiles", tiles_of))
+        launch, varlen_tiles = _varlen_scheduler(plan, problem, capacity, **_short_q(plan))
+        launches |= launch
+        workspaces.append(varlen_tiles)
     if problem.key_ranges:
         blocks = ceil_div(problem.seqlen_q, CONSUMER_ROWS)
         entries = seen_entries(problem, CONSUMER_ROWS)
         numbers = {"blocks": blocks, "entries": entries}
         grid = (blocks * problem.batch * problem.heads_q, 1, 1)
         launches["hopper.key_hulls"] = LaunchSizes(grid, numbers)
-        hulls = ArraySpec.contiguous((entries * problem.heads_q, 4), "int32")
-        workspaces.append(Workspace("key_hulls", hulls))
+        hulls = Workspace.of("key_hulls", entries * problem.heads_q, 4, dtype="int32")
+        workspaces.append(hulls)
     if isinstance(config, HopperFp8Config):
         more, scratch = _transpose_v(config, problem)
         launches |= more
         workspaces += scratch
     return launches, workspaces
+
+
+def _varlen_scheduler(plan: "Plan", problem: AttentionProblem, capacity: int, **more: int):
+    """The launch that lists up to so many work tiles, and where it does. more: other numbers."""
+    grid = (problem.batch + plan.device.units, 1, 1)
+    launch = LaunchSizes(grid, {"capacity": capacity, **more})
+    tiles = Workspace.of("varlen_tiles", 1 + 2 * capacity, dtype="int32")
+    return {"hopper.varlen_scheduler": launch}, tiles
 
 
 def _hopper_kernel(plan: "Plan") -> str:
@@ -260,11 +261,11 @@ def _transpose_v(config: HopperFp8Config, problem: AttentionProblem):
     if problem.total_k is not None:
         entries, blocks = 1, problem.total_k // V_T_KEYS + problem.batch
     shape = (entries, problem.heads_k, problem.head_dim_v, blocks * V_T_KEYS)
-    workspaces = [Workspace("v_t", ArraySpec.contiguous(shape, problem.kv_dtype))]
+    workspaces = [Workspace.of("v_t", *shape, dtype=problem.kv_dtype)]
     if config.transposes_v:
         chunks = problem.batch * problem.heads_k * ceil_div(problem.seqlen_k, V_T_CHUNK)
-        counts = ArraySpec.contiguous((1 + chunks,), "int32")
-        return {}, [Workspace("v_t_counts", counts, zeroed=True), *workspaces]
+        counts = Workspace.of("v_t_counts", 1 + chunks, dtype="int32", zeroed=True)
+        return {}, [counts, *workspaces]
     grid = (blocks * problem.heads_k * entries, 1, 1)
     return {"hopper.transpose_v": LaunchSizes(grid, {"blocks": blocks})}, workspaces
 
@@ -352,15 +353,10 @@ def _shared_keys(
     kept = config.kept_rows(problem)
     dim = pow2(problem.head_dim_v // consumers, LEAST_COLUMNS)
     return launches, (
-        Workspace("partial_out", ArraySpec.contiguous((slots, kept, dim), "float32")),
-        Workspace("partial_sums", ArraySpec.contiguous((slots, kept, 2), "float32")),
+        Workspace.of("partial_out", slots, kept, dim),
+        Workspace.of("partial_sums", slots, kept, 2),
         # Counters of the finished segments of each work tile: 0 again after the merge.
-        Workspace(
-            "counts",
-            ArraySpec.contiguous((consumers * units,), "int32"),
-            zeroed=True,
-            left_zero=True,
-        ),
+        Workspace.of("counts", consumers * units, dtype="int32", zeroed=True, left_zero=True),
     )
 
 
@@ -389,7 +385,7 @@ _FORWARD = {
 def _backward(plan: "Plan", problem: AttentionProblem, stored_k: int) -> Sizes:
     """Sizes of the portable backward. The gradient of a bias has other tiles, by the bias's
     shape."""
-    delta = Workspace("delta", ArraySpec.contiguous(problem.lse_shape, "float32"))
+    delta = Workspace.of("delta", *problem.lse_shape)
     if plan.backward == "hopper":
         launches, workspaces = _hopper_backward(plan, problem, stored_k)
         return Sizes(1, launches, (delta, *workspaces))
@@ -412,8 +408,7 @@ def _backward(plan: "Plan", problem: AttentionProblem, stored_k: int) -> Sizes:
     workspaces = [delta, *references(problem)]
     if problem.key_ranges:
         entries = problem.heads_q * seen_entries(problem, queries.block_m)
-        seen = ArraySpec.contiguous((entries, 8), "int32")
-        workspaces.append(Workspace("seen_keys", seen))
+        workspaces.append(Workspace.of("seen_keys", entries, 8, dtype="int32"))
     return Sizes(1, launches, tuple(workspaces))
 
 
@@ -427,8 +422,8 @@ def seen_entries(problem: AttentionProblem, rows: int) -> int:
 def references(problem: AttentionProblem) -> tuple[Workspace, Workspace]:
     """Scratch for two numbers of each row: the reference that the backward subtracts from scores,
     and the factor of the probabilities."""
-    rows = ArraySpec.contiguous(problem.lse_shape, "float32")
-    return Workspace("reference", rows), Workspace("factor", rows)
+    rows = problem.lse_shape
+    return Workspace.of("reference", *rows), Workspace.of("factor", *rows)
 
 
 def _backward_splits(
@@ -455,9 +450,6 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
     assert isinstance(config, HopperBackwardConfig)
     rows = config.block_m
     q_blocks, key_blocks = (ceil_div(problem.seqlen_q, rows), ceil_div(stored_k, config.block_n))
-    blocks = problem.batch * q_blocks
-    if problem.total_q is not None:
-        blocks = problem.total_q // rows + problem.batch
     head_tiles = problem.batch * key_blocks
     if problem.total_k is not None:
         head_tiles = problem.total_k // config.block_n + problem.batch
@@ -499,29 +491,26 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
         numbers["k_blocks"] = ceil_div(stored_k, CONSUMER_ROWS)
         rows_programs += numbers["k_blocks"] * problem.batch * problem.heads_k
     launches["hopper.backward_epilogue"] = LaunchSizes((rows_programs, 1, 1), numbers)
-    dims = (problem.heads_q, blocks * rows, product_dim(problem.head_dim))
-    rows_of = ArraySpec.contiguous(problem.lse_shape, "float32")
+    blocks = seen_entries(problem, rows)
+    columns, columns_v = product_dim(problem.head_dim), product_dim(problem.head_dim_v)
     workspaces = [
-        Workspace("dq_accum", ArraySpec.contiguous(dims, "float32")),
-        Workspace("lse_log2", rows_of),
-        Workspace("dout_scale", rows_of),
+        Workspace.of("dq_accum", problem.heads_q, blocks * rows, columns),
+        Workspace.of("lse_log2", *problem.lse_shape),
+        Workspace.of("dout_scale", *problem.lse_shape),
     ]
     if problem.sink:
         # The sink's gradient is computed by another kernel.
         workspaces += references(problem)
     if config.draws:
         # The prologue clears both.
-        workspaces.append(Workspace("tile_counter", ArraySpec.contiguous((1,), "int32")))
+        workspaces.append(Workspace.of("tile_counter", 1, dtype="int32"))
     if problem.deterministic:
-        turns = ArraySpec.contiguous((problem.heads_q * blocks,), "int32")
-        workspaces.append(Workspace("turns", turns))
+        workspaces.append(Workspace.of("turns", problem.heads_q * blocks, dtype="int32"))
     if splits > 1:
-        columns = product_dim(problem.head_dim) + product_dim(problem.head_dim_v)
-        dims = (splits, problem.heads_k, head_tiles * config.block_n, columns)
-        workspaces.append(Workspace("partials", ArraySpec.contiguous(dims, "float32")))
+        dims = splits, problem.heads_k, head_tiles * config.block_n, columns + columns_v
+        workspaces.append(Workspace.of("partials", *dims))
     if problem.varlen_k:
-        grid = (problem.batch + plan.device.units, 1, 1)
-        launches["hopper.varlen_scheduler"] = LaunchSizes(grid, {"capacity": head_tiles})
-        tiles_of = ArraySpec.contiguous((1 + 2 * head_tiles,), "int32")
-        workspaces.append(Workspace("varlen_tiles", tiles_of))
+        launch, varlen_tiles = _varlen_scheduler(plan, problem, head_tiles)
+        launches |= launch
+        workspaces.append(varlen_tiles)
     return launches, workspaces

@@ -3,12 +3,11 @@
 from heedful.core.base.arrays import item_bytes
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import Plan
-from heedful.core.planning.sizes import Sizes
 from heedful.core.registry.tiles import CONSUMER_ROWS, HopperForwardConfig, tile_dim
 from heedful.launch.bind import hopper_groups, portable
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, with_scratch
-from heedful.launch.spec import KernelCall, KernelRef, Program, TensorMap
+from heedful.launch.spec import KernelCall, Program, TensorMap
 
 SWIZZLE = maps.SWIZZLE_BYTES // 2  # elements of a swizzled row of shared memory
 
@@ -26,35 +25,21 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
         calls.append(hopper_groups.varlen_call(problem, config, sizes, buffers, results))
     if problem.key_ranges:
         calls.append(hopper_groups.hulls_call(problem, sizes, buffers))
-    splits = sizes.num_splits if plan.is_split else None
-    call = _forward_call(problem, config, sizes, buffers, results["lse"], splits, plan.short_q > 0)
+    call = hopper_groups.forward_call(
+        problem,
+        config,
+        sizes.launches["hopper.forward"],
+        buffers,
+        _maps(problem, config, buffers),
+        results["lse"],
+        splits=sizes.num_splits if plan.is_split else None,
+        begins_early=plan.short_q > 0,
+    )
     calls.append(call)
     if plan.is_split:
         # The first split includes the sink: a merge would add it to unused rows, too.
         calls.append(portable.combine_call(buffers, has_sink=False, begins_early=True))
     return Program(tuple(calls), sizes.workspaces)
-
-
-def _forward_call(
-    problem: AttentionProblem,
-    config: HopperForwardConfig,
-    sizes: Sizes,
-    buffers: Buffers,
-    lse: str,
-    splits: int | None,
-    begins_early: bool,
-) -> KernelCall:
-    launch = sizes.launches["hopper.forward"]
-    split = hopper_groups.split_kv(problem, buffers, splits)
-    parameters = {
-        "io": hopper_groups.io(_maps(problem, config, buffers), buffers, lse),
-        "params": hopper_groups.params(problem, config, launch, buffers, split),
-        "transpose": None,
-        "BEGINS_EARLY": begins_early,
-    }
-    ref = KernelRef("heedful.kernels.hopper.forward.kernel", "forward", "gluon")
-    options = {"num_warps": 4}
-    return KernelCall(ref, launch.grid, parameters, options, programmatic=begins_early)
 
 
 def _maps(

@@ -11,17 +11,7 @@ from heedful.core.registry.tiles import (
     pow2,
     product_dim,
 )
-from heedful.kernels.args.hopper_backward import (
-    BackwardEpilogueIO,
-    BackwardEpilogueTile,
-    BackwardPrologueIO,
-    FarRowsIO,
-    HopperBackwardIO,
-    HopperBackwardOrder,
-    HopperBackwardParams,
-    HopperBackwardSizes,
-    HopperBackwardTile,
-)
+from heedful.kernels.args import hopper_backward as args
 from heedful.kernels.args.kinds import Rows
 from heedful.launch.bind import groups, hopper_groups, portable
 from heedful.launch.bind import hopper_maps as maps
@@ -79,8 +69,8 @@ def _kernel(function: str, dialect: str = "triton") -> KernelRef:
     return KernelRef(module, function, dialect)
 
 
-def _sizes(problem: AttentionProblem, buffers: Buffers) -> HopperBackwardSizes:
-    return HopperBackwardSizes(
+def _sizes(problem: AttentionProblem, buffers: Buffers) -> args.HopperBackwardSizes:
+    return args.HopperBackwardSizes(
         heads_k=Scalar(problem.heads_k),
         group=Scalar(problem.group),
         scale=number(problem.scale),
@@ -120,8 +110,10 @@ def _prologue_call(
     return _rows_call(
         "prologue",
         sizes,
-        io=groups.arrays(BackwardPrologueIO, buffers, divisor, **_scratch(buffers, "dq_accum")),
-        far=groups.arrays(FarRowsIO, buffers, of_scores),
+        io=groups.arrays(
+            args.BackwardPrologueIO, buffers, divisor, **_scratch(buffers, "dq_accum")
+        ),
+        far=groups.arrays(args.FarRowsIO, buffers, of_scores),
         params=params._replace(dropout=None),
         sizes=_sizes(problem, buffers),
         BLOCK_M=config.block_m,
@@ -142,12 +134,12 @@ def _epilogue_call(
         "epilogue",
         sizes,
         programmatic=True,
-        io=groups.arrays(BackwardEpilogueIO, buffers, 8, **aligned, **whole),
+        io=groups.arrays(args.BackwardEpilogueIO, buffers, 8, **aligned, **whole),
         seqs=groups.sequences(problem, buffers),
         sizes=_sizes(problem, buffers),
         **{"k_blocks": None, **splits},
         tile=groups.constants(
-            BackwardEpilogueTile,
+            args.BackwardEpilogueTile,
             config,
             D=problem.head_dim,
             BLOCK_D=product_dim(problem.head_dim),
@@ -190,19 +182,21 @@ def _backward_call(
         rows = config.block_m if of_queries else CONSUMER_ROWS
         found[name] = make(name, buffers[name], rows, backward_dim(dim))
     parameters = {
-        "io": groups.arrays(HopperBackwardIO, buffers, **found, **_scratch(buffers, "dq_accum")),
-        "params": HopperBackwardParams(
+        "io": groups.arrays(
+            args.HopperBackwardIO, buffers, **found, **_scratch(buffers, "dq_accum")
+        ),
+        "params": args.HopperBackwardParams(
             seqs=groups.sequences(problem, buffers),
             sizes=_sizes(problem, buffers),
             **hopper_groups.scores(problem, buffers),
             order=groups.arrays(
-                HopperBackwardOrder,
+                args.HopperBackwardOrder,
                 buffers,
                 **groups.scalars(**launch.numbers) | _splits(buffers),
                 **_scratch(buffers, "partials"),
             ),
             tile=groups.constants(
-                HopperBackwardTile,
+                args.HopperBackwardTile,
                 config,
                 D=product_dim(problem.head_dim),
                 E=product_dim(problem.head_dim_v),

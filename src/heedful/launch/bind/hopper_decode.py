@@ -7,11 +7,7 @@ from heedful.core.registry.tiles import (
     HopperDecodeConfig,
     pow2,
 )
-from heedful.kernels.args.hopper_decode import (
-    HopperDecodeAppend,
-    HopperDecodeIO,
-    HopperDecodeTile,
-)
+from heedful.kernels.args import hopper_decode as args
 from heedful.kernels.args.portable import CacheAppend
 from heedful.launch.bind import groups, split_kv
 from heedful.launch.bind.groups import Buffers
@@ -48,9 +44,9 @@ def decode_call(
     divisor = shared_divisor(buffers, ("q", "out"))
     dims = {"k": _columns(problem.head_dim), "v": _columns(problem.head_dim_v)}
     found = {n: key_map(problem, buffers, n, config.block_n, dim) for n, dim in dims.items()}
-    io = groups.arrays(HopperDecodeIO, buffers, divisor, **found)
+    io = groups.arrays(args.HopperDecodeIO, buffers, divisor, **found)
     tile = groups.constants(
-        HopperDecodeTile,
+        args.HopperDecodeTile,
         problem,
         config,
         BLOCK_D=dims["k"],
@@ -59,10 +55,10 @@ def decode_call(
         ROWS=config.kept_rows(problem),
         FEW_ROWS=config.fewest_rows(problem),
     )
-    new, appended = None, absent(HopperDecodeAppend)
+    new, appended = None, absent(args.HopperDecodeAppend)
     if append is not None:
         new = buffers["k_new"].shape[1]
-        appended = HopperDecodeAppend(append.rotary, append.io, append.advance)
+        appended = args.HopperDecodeAppend(append.rotary, append.io, append.advance)
     call = split_kv.hopper_call(
         _REF,
         problem,

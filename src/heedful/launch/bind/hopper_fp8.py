@@ -3,7 +3,7 @@
 from heedful.core.base.symbols import larger
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import Plan
-from heedful.core.planning.sizes import LaunchSizes, Sizes
+from heedful.core.planning.sizes import LaunchSizes
 from heedful.core.registry.tiles import (
     CONSUMER_ROWS,
     TRANSPOSE_SEQUENCES,
@@ -31,7 +31,13 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
         calls.append(hopper_groups.varlen_call(problem, config, sizes, buffers, results))
     if not config.transposes_v:
         calls.append(_transpose_call(problem, sizes.launches["hopper.transpose_v"], buffers))
-    calls.append(_forward_call(problem, config, sizes, buffers))
+    launch = sizes.launches["hopper.fp8_forward"]
+    transpose = _transpose(problem, launch, buffers) if config.transposes_v else None
+    tensor_maps = _maps(problem, config, buffers)
+    call = hopper_groups.forward_call(
+        problem, config, launch, buffers, tensor_maps, transpose=transpose
+    )
+    calls.append(call)
     return Program(tuple(calls), sizes.workspaces)
 
 
@@ -65,21 +71,6 @@ def _transpose_call(problem: AttentionProblem, launch: LaunchSizes, buffers: Buf
 
 def _padded_k(buffers: Buffers) -> Scalar:
     return Scalar(buffers["v_t"].shape[-1], divisor=V_T_KEYS)
-
-
-def _forward_call(
-    problem: AttentionProblem, config: HopperFp8Config, sizes: Sizes, buffers: Buffers
-) -> KernelCall:
-    launch = sizes.launches["hopper.fp8_forward"]
-    split = hopper_groups.split_kv(problem, buffers, None)
-    parameters = {
-        "io": hopper_groups.io(_maps(problem, config, buffers), buffers, "lse"),
-        "params": hopper_groups.params(problem, config, launch, buffers, split),
-        "transpose": _transpose(problem, launch, buffers) if config.transposes_v else None,
-        "BEGINS_EARLY": False,
-    }
-    ref = KernelRef("heedful.kernels.hopper.forward.kernel", "forward", "gluon")
-    return KernelCall(ref, launch.grid, parameters, {"num_warps": 4})
 
 
 def _maps(

@@ -25,13 +25,31 @@ from heedful.launch.bind.groups import Buffers, number, pointer, stride
 from heedful.launch.spec import KernelCall, KernelRef, Scalar, TensorMap
 
 
-def io(found: Mapping[str, TensorMap], buffers: Buffers, lse: str) -> args.HopperIO:
-    """The group of arrays. found: the tensor maps of q, k, v and out. lse: the name of the
-    log-sum-exp's buffer, if there is one."""
-    return args.HopperIO(**found, lse=pointer(buffers, lse))
+def forward_call(
+    problem: AttentionProblem,
+    config: HopperConfig,
+    launch: LaunchSizes,
+    buffers: Buffers,
+    tensor_maps: Mapping[str, TensorMap],
+    lse: str = "lse",
+    splits: int | None = None,
+    transpose: args.TransposeV | None = None,
+    begins_early: bool = False,
+) -> KernelCall:
+    """The launch of the attention. tensor_maps: of q, k, v and out. lse: the name of the
+    log-sum-exp's buffer, if there is one. splits: as of `_split_kv`."""
+    parameters = {
+        "io": args.HopperIO(**tensor_maps, lse=pointer(buffers, lse)),
+        "params": _params(problem, config, launch, buffers, _split_kv(problem, buffers, splits)),
+        "transpose": transpose,
+        "BEGINS_EARLY": begins_early,
+    }
+    ref = KernelRef("heedful.kernels.hopper.forward.kernel", "forward", "gluon")
+    options = {"num_warps": 4}
+    return KernelCall(ref, launch.grid, parameters, options, programmatic=begins_early)
 
 
-def params(
+def _params(
     problem: AttentionProblem,
     config: HopperConfig,
     launch: LaunchSizes,
@@ -160,7 +178,7 @@ def hulls_call(problem: AttentionProblem, sizes: Sizes, buffers: Buffers) -> Ker
     return KernelCall(ref, grid, parameters, {"num_warps": 1})
 
 
-def split_kv(problem: AttentionProblem, buffers: Buffers, splits: int | None) -> args.SplitKV:
+def _split_kv(problem: AttentionProblem, buffers: Buffers, splits: int | None) -> args.SplitKV:
     """The group of partial results. splits: how many the keys have; None without. The results may
     have a rest in either case."""
     if splits is None:

@@ -6,17 +6,8 @@ from heedful.core.base.arrays import ArraySpec
 from heedful.core.call.quant import QUANT_MAX
 from heedful.core.planning.sizes import ceil_div
 from heedful.core.registry.tiles import RowsConfig, cache_rows, pow2
+from heedful.kernels.args import portable as args
 from heedful.kernels.args import shared
-from heedful.kernels.args.portable import (
-    AppendIO,
-    CacheAppend,
-    CacheTile,
-    GroupScale,
-    Quantization,
-    RotateIO,
-    RowTiles,
-    Slots,
-)
 from heedful.launch.bind import groups
 from heedful.launch.bind.groups import Buffers, scalars, stored_keys
 from heedful.launch.bind.portable import kernel_call, shared_divisor
@@ -59,7 +50,7 @@ def append_slots(buffers: Buffers) -> Program:
         "cache.update.append_slots",
         (programs, 1, 1),
         config,
-        slots=Slots(groups.pointer(buffers, "slots"), Scalar(buffers["k"].shape[1])),
+        slots=args.Slots(groups.pointer(buffers, "slots"), Scalar(buffers["k"].shape[1])),
         **parameters,
     )
     return Program((call,))
@@ -103,12 +94,12 @@ def ahead(
 
 def within_decode(
     buffers: Buffers, page_size: int, interleaved: bool, advance: bool, position0: int
-) -> CacheAppend:
+) -> args.CacheAppend:
     """The same as a group of arguments of the decode kernel, which writes no lengths."""
     config, _, parameters = _appended(buffers, page_size)
     # Most steps append one row.
     rows = 1 if buffers["k_new"].shape[1] == 1 else config.rows
-    return CacheAppend(
+    return args.CacheAppend(
         rotary=groups.rotary(buffers, interleaved, position0),
         io=parameters["new"]._replace(leftpad_k=None),
         quantization=parameters["quantization"],
@@ -127,23 +118,25 @@ def _appended(buffers: Buffers, page_size: int) -> tuple[RowsConfig, int, dict[s
     heads, quantization = _quantization(buffers)
     parameters = {
         "new": groups.arrays(
-            AppendIO, buffers, divisor, k_descale=heads["k"], v_descale=heads["v"]
+            args.AppendIO, buffers, divisor, k_descale=heads["k"], v_descale=heads["v"]
         ),
         "new_tiles": tiles,
         "cache": groups.kv_layout(page_size, buffers, is_written=True),
         "quantization": quantization,
         "capacity": Scalar(stored_keys(buffers, page_size)),
-        "tile": CacheTile(dim, dim_v, cache_rows(dim).rows, config.rows, pow2(dim), pow2(dim_v)),
+        "tile": args.CacheTile(
+            dim, dim_v, cache_rows(dim).rows, config.rows, pow2(dim), pow2(dim_v)
+        ),
     }
     return config, programs, parameters
 
 
-def _quantization(buffers: Buffers) -> tuple[dict[str, shared.Descale], Quantization]:
+def _quantization(buffers: Buffers) -> tuple[dict[str, shared.Descale], args.Quantization]:
     """The group that says how new keys and values are quantised; absent if they come as the cache
     stores them."""
     stored, none = buffers["k"].dtype, absent(shared.Descale)
     if buffers["k_new"].dtype == stored:
-        return {"k": none, "v": none}, absent(Quantization)
+        return {"k": none, "v": none}, absent(args.Quantization)
     storage = "int4" if stored == "uint8" else stored
     scale = buffers.get("k_descale")
     size = 0
@@ -151,8 +144,8 @@ def _quantization(buffers: Buffers) -> tuple[dict[str, shared.Descale], Quantiza
         size = buffers["k_new"].shape[-1] // scale.shape[-1]
     scales = {name: groups.descale(buffers, name, size) for name in "kv"}
     heads = {name: none if size else scale for name, scale in scales.items()}
-    written = {name: GroupScale(*(scale if size else none)) for name, scale in scales.items()}
-    return heads, Quantization(
+    written = {name: args.GroupScale(*(scale if size else none)) for name, scale in scales.items()}
+    return heads, args.Quantization(
         k_groups=written["k"],
         v_groups=written["v"],
         GROUP=size,
@@ -167,15 +160,15 @@ def _rotated(buffers: Buffers, advance: bool) -> tuple[RowsConfig, int, dict[str
     divisor = shared_divisor(buffers, ("q", "rotated"))
     programs, tiles = _tiles(buffers["q"], config)
     parameters = {
-        "queries": groups.arrays(RotateIO, buffers, divisor),
+        "queries": groups.arrays(args.RotateIO, buffers, divisor),
         "query_tiles": tiles,
         "advance": Scalar(int(advance)),
     }
     return config, programs, parameters
 
 
-def _tiles(array: ArraySpec, config: RowsConfig) -> tuple[int, RowTiles]:
+def _tiles(array: ArraySpec, config: RowsConfig) -> tuple[int, args.RowTiles]:
     """How many tiles an array has, and how they are numbered."""
     batch, seqlen, heads, _ = array.shape
     tiles = ceil_div(seqlen, config.rows)
-    return tiles * batch * heads, RowTiles(**scalars(seqlen=seqlen, heads=heads, tiles=tiles))
+    return tiles * batch * heads, args.RowTiles(**scalars(seqlen=seqlen, heads=heads, tiles=tiles))

@@ -6,16 +6,14 @@ import torch
 from torch import Tensor
 
 from heedful.core.base.numbers import LONGEST
-from heedful.core.call.operands import Operands, own_shape
+from heedful.core.call.operands import LENGTHS, SCALES, Operands, own_shape
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.call.storage import are_mappable, mask_dtype
 from heedful.torch.base.forked import on_own_thread
 from heedful.torch.operands.checks import FLOATS
 
-_ROWS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
-_ROWS += ("kv_batch_idx", "leftpad_k", "block_table", "sink", "alibi_slopes", "tree_mask")
-_ROWS += ("key_ranges",)
-_SCALES = ("q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
+_ROWS = ("q", "k", "v", *LENGTHS, "block_table")
+_ROWS += ("sink", "alibi_slopes", "tree_mask", "key_ranges")
 _INDEX = {name: index for index, name in enumerate(Operands._fields)}
 _new = tuple.__new__
 
@@ -48,7 +46,7 @@ def adaptations(x: Operands, problem: AttentionProblem) -> tuple[Step, ...]:
     """The changes that make checked tensors what Operands says: expansion by strides of 0; copies
     of q, k, v and small tensors whose last dim is not contiguous."""
     # Scales per head have a stride for heads; those of groups are rows.
-    rows = _ROWS + (_SCALES if problem.kv_group else ())
+    rows = _ROWS + (SCALES if problem.kv_group else ())
     steps = [
         _copy(_INDEX[name])
         for name in rows
@@ -76,14 +74,14 @@ def _expansions(x: Operands, problem: AttentionProblem) -> list[Step]:
     if not problem.varlen_q:
         rows = batch, heads, problem.seqlen_q
         shapes["key_ranges"] = (*rows, 2 * problem.key_ranges)
-    shapes |= {name: (batch, problem.heads_k) for name in _SCALES}
+    shapes |= {name: (batch, problem.heads_k) for name in SCALES}
     return [
         _expand(_INDEX[name], shape)
         for name, shape in shapes.items()
         if (tensor := getattr(x, name)) is not None
         and tensor.shape != shape
         # Scales of groups are stored like the cache.
-        and not (name in _SCALES and tensor.dim() > 2)
+        and not (name in SCALES and tensor.dim() > 2)
     ]
 
 

@@ -8,12 +8,12 @@ from operator import itemgetter
 from torch import Tensor
 
 from heedful.core.call.arguments import CacheUpdate, argument_name
-from heedful.core.call.operands import Operands
+from heedful.core.call.operands import SCALES, Operands
 from heedful.core.call.storage import extent, may_share
 from heedful.torch.base.arrays import array_spec
 from heedful.torch.base.dispatch import are_bare
 
-_SCALES = ("k_descale", "v_descale", "k_shift", "v_shift")
+_KV_SCALES = SCALES[1:]
 _PREFIX = ("shared_prefix[0]", "shared_prefix[1]")
 _NAMES = (*(argument_name(name, "kvcache") for name in Operands._fields), *CacheUpdate._fields[:5])
 _NAMES += (*_PREFIX, "out")
@@ -101,9 +101,9 @@ def cache_apart(tensors: dict[str, Tensor], appends: bool) -> Apart | None:
     """A function that checks whether a call writes what it reads, by the tensors' addresses; None
     where it writes nothing of the caller's. appends: whether it writes into the cache."""
     # A prefix may be other rows of the cache, and groups of values have scales of their own.
-    caches = [n for n in ("k_cache", "v_cache", *_SCALES, *_PREFIX) if n in tensors]
+    caches = [n for n in ("k_cache", "v_cache", *_KV_SCALES, *_PREFIX) if n in tensors]
     written = [name for name in caches if name not in _PREFIX] if appends else []
-    written = [n for n in written if n not in _SCALES or tensors[n].dim() > 2]
+    written = [n for n in written if n not in _KV_SCALES or tensors[n].dim() > 2]
     written += ["out"] if "out" in tensors else []
     return Apart(tensors, written, caches) if written else None
 

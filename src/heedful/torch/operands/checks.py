@@ -13,7 +13,7 @@ from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.numbers import wrong_type
 from heedful.core.call import describe, describe_cache
 from heedful.core.call.arguments import AttentionCall, CacheUpdate, Options, argument_name
-from heedful.core.call.operands import Operands
+from heedful.core.call.operands import SCALES, Operands
 from heedful.core.call.storage import may_share
 from heedful.torch.base.arrays import abstract_spec, array_spec, dtype_name
 from heedful.torch.base.dispatch import has_shards, no_shards
@@ -21,7 +21,7 @@ from heedful.torch.operands.apart import cache_values
 
 FLOATS = tuple(getattr(torch, name) for name in describe.FLOATS)
 # Operands of floating point that have no gradient.
-CONSTANTS = ("alibi_slopes", "q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
+CONSTANTS = ("alibi_slopes", *SCALES)
 
 
 def attention_call(

@@ -8,19 +8,11 @@ import torch
 from torch import Tensor
 
 from heedful.core.call.arguments import argument_name
-from heedful.core.call.operands import Operands
+from heedful.core.call.operands import LENGTHS, Operands
 from heedful.core.call.problem import AttentionProblem
 
 # Operands whose values are lengths or indices.
-indices = attrgetter(
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "seqused_q",
-    "seqused_k",
-    "block_table",
-    "kv_batch_idx",
-    "leftpad_k",
-)
+indices = attrgetter(*LENGTHS, "block_table")
 
 
 def check_values(x: Operands, problem: AttentionProblem, kind: str) -> None:

@@ -77,7 +77,11 @@ def test_an_outcome_has_every_peers_figure_in_their_order(stub):
     assert gone == Figure("gone", missing="is not here") and not gone.wrong
     assert flash == Figure("flash", Spread(6.0, 4.0, 8.0), Spread(1.0, 1.0, 1.0))
     assert ours == Figure("heedful", Spread(2.0, 1.5, 2.0), Spread(4.0, 2.0, 4.0))
-    assert made.base == "flash" and made.figure("heedful") is ours and made.figure("none") is None
+    assert (
+        made.base == "flash"
+        and made.figure("heedful") is ours
+        and made.figure("none") == Figure("none")
+    )
     # A CPU has no clocks to ask for; a GPU's are asked for before and after.
     assert made.clocks == ({}, {})
     assert stub(dense(), CUDA, flash=[1.0]).clocks == ({"sm_mhz": 0}, {"sm_mhz": 1})
