@@ -24,6 +24,9 @@ COMMANDS = {
     "prebuild": ("heedful.cli.prebuild", "prebuild"),
 }
 
+# Commands that hand their options on as they are.
+FORWARDS = frozenset({"emulate"})
+
 
 def main() -> None:
     """Entry point of the `heedful` script."""
@@ -60,5 +63,6 @@ def app() -> "Typer":
 
     made.callback()(common)
     for name, (module, function) in COMMANDS.items():
-        made.command(name)(getattr(import_module(module), function))
+        settings = {"ignore_unknown_options": True} if name in FORWARDS else None
+        made.command(name, context_settings=settings)(getattr(import_module(module), function))
     return made

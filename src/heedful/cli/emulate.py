@@ -10,8 +10,8 @@ def emulate(
         list[str], typer.Argument(help="as `python -m heedful.emulator`; -- --help shows them")
     ],
 ) -> None:
-    """Run a .s file, or a kernel of a Python file (FILE.py:KERNEL), on a gfx942 or gfx950 emulator:
-    results, hazards, races, bounds. Options of its own follow `--`."""
+    """Run a code object (--object FILE.co), a .s file or a kernel of a Python file (FILE.py:KERNEL)
+    on a gfx942 or gfx950 emulator: results, hazards, races, bounds."""
     from heedful.emulator.command import main
 
     raise typer.Exit(main(arguments))

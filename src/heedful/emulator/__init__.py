@@ -11,8 +11,10 @@ barriers that only some waves meet, and results that depend on the order of the 
     emulate(kernel, grid, args, schedule=["lockstep", "delay:each", "random:0-9"])
 """
 
-from heedful.emulator.launch import At, decode, emulate
+from heedful.emulator.arguments import At
+from heedful.emulator.launch import decode, emulate
 from heedful.emulator.machine.schedule import Delay, Random, RoundRobin, Schedule
+from heedful.emulator.objects.disassembly import load_object
 from heedful.emulator.program.asm import AsmError
 from heedful.emulator.report import KINDS, Finding, Report
 from heedful.emulator.semantics import Unsupported
@@ -30,4 +32,5 @@ __all__ = [
     "Unsupported",
     "decode",
     "emulate",
+    "load_object",
 ]

@@ -1,77 +1,33 @@
-"""The command line: run a .s file, or a kernel of a Python file, on made-up arguments.
+"""The command line: run a .s file, a code object or a kernel of a Python file on made-up arguments.
 
     python -m heedful.emulator kernel.s --grid 4,2 --arg bf16:64x128 --arg f32:64=zeros --arg i32=64
     python -m heedful.emulator kernels.py:attention --target gfx950 --constant BLOCK=64 ...
+    python -m heedful.emulator --object kernel.co --grid 4 --set Q=bf16:64x128 --set scale=f32=0.125
 
 Beside an .amdgcn file of Triton's cache lies a .json file that knows its LDS and waves.
-An array is `type:shape` with what fills it (normal, zeros, ones, nan or arange), a scalar is
-`type=value`. Kernels in Python files are compiled by Triton, which must be installed for that.
+An array is `type:shape` with what fills it (normal, zeros, ones, nan or arange) or
+`type:@FILE.npy`, a scalar `type=value`, a null pointer `null`. Kernels in Python files are
+compiled by Triton, which must be installed for that; a code object needs llvm-objdump.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from heedful.emulator.floats import bf16_bits
 from heedful.emulator.launch import emulate
+from heedful.emulator.objects.disassembly import load_object
+from heedful.emulator.program.decoder import Code
 from heedful.emulator.report import KINDS, Report
-
-# Our name: (NumPy type of the storage, Triton's name)
-_TYPES = {
-    "f32": (np.float32, "fp32"),
-    "f16": (np.float16, "fp16"),
-    "bf16": (np.uint16, "bf16"),
-    "f64": (np.float64, "fp64"),
-    "i64": (np.int64, "i64"),
-    "i32": (np.int32, "i32"),
-    "i16": (np.int16, "i16"),
-    "i8": (np.int8, "i8"),
-    "u8": (np.uint8, "u8"),
-    "u32": (np.uint32, "u32"),
-}
-_FILLS = ("normal", "zeros", "ones", "nan", "arange")
-
-
-def parse_argument(text: str, rng: np.random.Generator) -> tuple[Any, str]:
-    """The value of an --arg and its Triton type.
-
-    Raises:
-        ValueError: the text is neither `type:shape[=fill]` nor `type=value`.
-    """
-    head, _, tail = text.partition("=")
-    name, _, shape = head.partition(":")
-    if name not in _TYPES:
-        raise ValueError(f"--arg {text}: unknown type {name!r}; known are {', '.join(_TYPES)}")
-    storage, triton_type = _TYPES[name]
-    if not shape:
-        number = float(tail) if name in ("f32", "f16", "f64") else int(tail, 0)
-        return storage(number), triton_type
-    fill = tail or "normal"
-    if fill not in _FILLS:
-        raise ValueError(f"--arg {text}: unknown fill {fill!r}; known are {', '.join(_FILLS)}")
-    size = tuple(int(n) for n in shape.split("x"))
-    values = {
-        "normal": lambda: rng.standard_normal(size),
-        "zeros": lambda: np.zeros(size),
-        "ones": lambda: np.ones(size),
-        "nan": lambda: np.full(size, np.nan),
-        "arange": lambda: np.arange(np.prod(size)).reshape(size),
-    }[fill]()
-    if name == "bf16":
-        return bf16_bits(values.astype(np.float32)).astype(np.uint16), "*bf16"
-    return np.nan_to_num(values).astype(storage) if name[0] in "iu" else values.astype(
-        storage
-    ), f"*{triton_type}"
+from heedful.emulator.values import Difference, Value, compare, load_function, parse_value
 
 
 def compile_kernel(path: str, function: str, target: str, types: Sequence[str], options: dict):
@@ -85,13 +41,7 @@ def compile_kernel(path: str, function: str, target: str, types: Sequence[str], 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{path}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    kernel = getattr(module, function)
+    kernel = load_function(path, function)
     names = list(kernel.arg_names)
     constants = {name: options.pop(name) for name in names if name in options}
     given = [name for name in names if name not in constants]
@@ -120,14 +70,20 @@ def _parser() -> argparse.ArgumentParser:
         prog="heedful emulate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add = parser.add_argument
-    add("kernel", help="FILE.s, or FILE.py:FUNCTION")
+    add("kernel", nargs="?", help="FILE.s, or FILE.py:FUNCTION")
+    add("--object", metavar="FILE.co", help="a code object, instead of these")
+    add("--objdump", help="the llvm-objdump for it (default: $LLVM_OBJDUMP, then PATH)")
     add("--grid", default="1", help="workgroups, as X,Y,Z")
     add("--arg", action="append", default=[], help="an argument, in order; see above")
+    add("--set", action="append", default=[], help="NAME=ARGUMENT, by metadata name or @BYTE")
+    add("--reference", metavar="FILE.py:FUNCTION", help="from arguments to outputs, both by name")
+    add("--tolerance", type=float, default=1e-2, help="relative rms error that outputs may have")
+    add("--save", metavar="FOLDER", help="write the arrays of --set there, as NAME.npy")
     add("--constant", action="append", default=[], help="NAME=VALUE of a Python kernel")
     add("--target", default="gfx950", choices=("gfx942", "gfx950"), help="for Python kernels")
     add("--warps", type=int, help="waves per workgroup")
     add("--lds", type=int, help="bytes of LDS (default: what the kernel asks for)")
-    add("--name", help="the kernel's name, where the .s file has several")
+    add("--name", help="the kernel's name, where the file has several")
     add(
         "--schedule",
         action="append",
@@ -141,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _load(options: argparse.Namespace, types: Sequence[str]) -> Any:
+    """The kernel of a file that is no code object."""
     path, _, function = options.kernel.partition(":")
     if not path.endswith(".py"):
         facts = Path(path).with_suffix(".json")
@@ -158,8 +115,8 @@ def _load(options: argparse.Namespace, types: Sequence[str]) -> Any:
     return compile_kernel(path, function, options.target, types, values)
 
 
-def to_json(report: Report) -> str:
-    """A report as JSON text."""
+def to_json(report: Report, differences: Sequence[Difference] = ()) -> str:
+    """A report as JSON text, with the outputs that were compared."""
     code = report.program.code
     facts = {
         "kernel": report.program.name,
@@ -170,29 +127,74 @@ def to_json(report: Report) -> str:
         "barriers": report.barriers,
         "findings": [asdict(f) for f in report.findings],
         "bank_conflicts": {code[pc].where(): n for pc, n in report.bank_conflicts.items()},
+        "differences": [asdict(d) for d in differences],
     }
     return json.dumps(facts, indent=2)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0 without findings, 1 with, 2 for bad arguments."""
-    options = _parser().parse_args(argv)
+def _values(options: argparse.Namespace, arch: str) -> tuple[list[Value], dict[str, Value]]:
+    """The arguments by position and by name."""
     rng = np.random.default_rng(options.seed)
+    if options.arg and options.set:
+        raise ValueError("--arg and --set cannot be mixed: give all by position or all by name")
+    ordered = [parse_value(text, rng, arch) for text in options.arg]
+    named = {}
+    for text in options.set:
+        name, given, value = text.partition("=")
+        if not given:
+            raise ValueError(f"--set {text}: expected NAME=ARGUMENT, as Q=bf16:64x128")
+        named[name] = parse_value(value, rng, arch)
+    return ordered, named
+
+
+def _save(folder: str, values: Mapping[str, Value]):
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for name, value in values.items():
+        if isinstance(value.data, np.ndarray):
+            np.save(Path(folder) / f"{name}.npy", value.decoded())
+
+
+def _run(options: argparse.Namespace) -> tuple[Report, list[Difference]]:
+    """Load, execute, compare and save, as the options say."""
+    if bool(options.kernel) == bool(options.object):
+        raise ValueError("name one kernel: FILE.s, FILE.py:FUNCTION or --object FILE.co")
+    if options.reference and not options.set:
+        raise ValueError("--reference takes arguments by name: give them with --set")
+    kernel: Code | Any = None
+    if options.object:
+        kernel = load_object(options.object, options.name, objdump=options.objdump)
+    ordered, named = _values(options, kernel.program.arch if kernel else options.target)
+    before = {name: value.decoded() for name, value in named.items()}
+    report = emulate(
+        kernel or _load(options, [value.triton_type for value in ordered]),
+        [int(n) for n in options.grid.split(",")],
+        {name: v.data for name, v in named.items()} if named else [v.data for v in ordered],
+        lds_bytes=options.lds,
+        threads=64 * options.warps if options.warps else None,
+        kernel=options.name,
+        checks=options.check,
+        schedule=options.schedule or "lockstep",
+    )
+    if options.save:
+        _save(options.save, named)
+    if not options.reference:
+        return report, []
+    path, _, function = options.reference.rpartition(":")
+    return report, compare(load_function(path, function), before, named)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; 0 without findings, 1 with them or with wrong outputs, 2 for bad
+    arguments."""
+    options = _parser().parse_args(argv)
     try:
-        pairs = [parse_argument(text, rng) for text in options.arg]
-        kernel = _load(options, [kind for _, kind in pairs])
-        report = emulate(
-            kernel,
-            [int(n) for n in options.grid.split(",")],
-            [value for value, _ in pairs],
-            lds_bytes=options.lds,
-            threads=64 * options.warps if options.warps else None,
-            kernel=options.name,
-            checks=options.check,
-            schedule=options.schedule or "lockstep",
-        )
+        report, differences = _run(options)
     except (ValueError, OSError, NotImplementedError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    sys.stdout.write((to_json(report) if options.json else report.summary()) + "\n")
-    return 0 if report.clean else 1
+    right = all(d.within(options.tolerance) for d in differences)
+    text = to_json(report, differences) if options.json else report.summary()
+    sys.stdout.write(text + "\n")
+    if not options.json:
+        sys.stdout.writelines(f"{d}\n" for d in differences)
+    return 0 if report.clean and right else 1

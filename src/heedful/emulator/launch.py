@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from heedful.emulator.arguments import bind
 from heedful.emulator.checks.races import GlobalRaces
 from heedful.emulator.machine.memory import GlobalMemory
 from heedful.emulator.machine.schedule import Schedule, parse_schedule
@@ -25,18 +25,10 @@ LDS_LIMIT = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}
 _WAVES_TOGETHER = 80
 
 
-@dataclass(frozen=True)
-class At:
-    """A pointer argument into an array: the address of its byte `offset`."""
-
-    array: np.ndarray
-    offset: int = 0
-
-
 def emulate(
     asm: Any,
     grid: Sequence[int],
-    args: Sequence[Any],
+    args: Sequence[Any] | Mapping[str, Any],
     *,
     lds_bytes: int | None = None,
     threads: int | None = None,
@@ -49,15 +41,18 @@ def emulate(
     """Execute gfx942 or gfx950 assembly on the CPU, watching for what a GPU would not report.
 
     Args:
-        asm: assembly text, what `decode` made of it, or a compiled kernel with its text and launch
-            facts: Triton's (`asm["amdgcn"]`, `metadata`) or heedful's (`text`, `shared_bytes`).
+        asm: assembly text, what `decode` or `load_object` made, or a compiled kernel with its text
+            and launch facts: Triton's (`asm["amdgcn"]`, `metadata`) or heedful's (`text`,
+            `shared_bytes`).
         grid: workgroups along x, y, z; missing axes are 1.
         args: one value per kernel argument: C-contiguous NumPy arrays for pointers, which are
             written in place, or At(array, byte) to point into one; Python or NumPy numbers for
             scalars; None for a null pointer.
             Trailing arguments that only Triton knows (scratch pointers) may be left out.
-        lds_bytes: dynamic LDS of the launch (Triton: `metadata.shared`); default: the target's
-            limit, which weakens the bounds check.
+            Or values by the names that the code object's metadata gives; "@16" names the argument
+            at byte 16. All must be given but those called pad, which are 0.
+        lds_bytes: dynamic LDS of the launch (Triton: `metadata.shared`); default: what the
+            kernel itself asks for, else the target's limit, which weakens the bounds check.
         threads: work-items per workgroup; default: the kernel's maximum, which is what Triton uses.
         kernel: name, where the text has several.
         checks: kinds of finding to look for (see `report.KINDS`); default all.
@@ -87,9 +82,10 @@ def emulate(
     sink = Sink(report, wanted, stop_at_first)
     memory = GlobalMemory(sink)
     threads = threads or program.max_workgroup or 64
-    kernarg = _bind(program, memory, args, shape, threads)
+    kernarg = bind(program, memory, args, shape, threads)
     memory.begin()
-    limit = LDS_LIMIT[program.arch] if lds_bytes is None else lds_bytes
+    static = program.lds_bytes or LDS_LIMIT[program.arch]
+    limit = static if lds_bytes is None else lds_bytes
     launch = _Launch(code, memory, sink, shape, threads, limit, kernarg, max_instructions)
     first = _First(memory, sink)
     start = time.perf_counter()
@@ -210,61 +206,3 @@ def _chunks(shape: Sequence[int], size: int):
     every = [(x, y, z) for z in range(shape[2]) for y in range(shape[1]) for x in range(shape[0])]
     for i in range(0, len(every), size):
         yield every[i : i + size]
-
-
-def _bind(program: Program, memory: GlobalMemory, args: Sequence[Any], shape, threads: int) -> int:
-    """Build the argument segment; returns its device address."""
-    segment = np.zeros(max(program.kernarg_bytes, 8) + 64, np.uint8)
-    address = memory.add(segment, "the argument segment")
-    visible = [a for a in program.arguments if not a.kind.startswith("hidden_")]
-    if len(args) > len(visible):
-        raise ValueError(f"args has {len(args)} values, kernel {program.name} takes {len(visible)}")
-    for i, argument in enumerate(visible):
-        value = args[i] if i < len(args) else None
-        label = f"argument {i}" + (f" ({argument.name})" if argument.name else "")
-        if value is None and i >= len(args) and argument.kind == "by_value":
-            raise ValueError(f"args lacks a value for {label} of kernel {program.name}")
-        data = _encode(value, argument, memory, label)
-        segment[argument.offset : argument.offset + argument.size] = np.frombuffer(data, np.uint8)
-    for argument in program.arguments:
-        value = _hidden(argument.kind, shape, threads)
-        if value is not None:
-            data = value.to_bytes(argument.size, "little")
-            segment[argument.offset : argument.offset + argument.size] = np.frombuffer(
-                data, np.uint8
-            )
-    return address
-
-
-def _encode(value: Any, argument, memory: GlobalMemory, label: str) -> bytes:
-    """The bytes of one argument."""
-    if argument.kind == "global_buffer":
-        if value is None:
-            return bytes(argument.size)
-        spot = value if isinstance(value, At) else At(value)
-        if not isinstance(spot.array, np.ndarray) or not spot.array.flags.c_contiguous:
-            raise ValueError(f"{label}: expected a C-contiguous array or None, got {type(value)}")
-        return (memory.add(spot.array, label) + spot.offset).to_bytes(8, "little")
-    if isinstance(value, np.generic):
-        data = value.tobytes()
-    elif isinstance(value, float):
-        data = struct.pack({2: "<e", 4: "<f", 8: "<d"}[argument.size], value)
-    elif isinstance(value, int):
-        data = (value & ((1 << 8 * argument.size) - 1)).to_bytes(argument.size, "little")
-    else:
-        raise ValueError(f"{label}: expected a number of {argument.size} bytes, got {value!r}")
-    if len(data) != argument.size:
-        raise ValueError(f"{label}: has {argument.size} bytes, got {len(data)} ({value!r})")
-    return data
-
-
-def _hidden(kind: str, shape: Sequence[int], threads: int) -> int | None:
-    """The value of an argument that the runtime fills in, or None."""
-    axis = "xyz".find(kind[-1])
-    if kind.startswith("hidden_block_count_"):
-        return shape[axis]
-    if kind.startswith("hidden_group_size_"):
-        return threads if axis == 0 else 1
-    if kind == "hidden_grid_dims":
-        return 3
-    return None

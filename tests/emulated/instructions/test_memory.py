@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from emulated.helpers.snippets import kernel
-from heedful.emulator import emulate
+from heedful.emulator import Unsupported, emulate
 
 LANE = np.arange(64, dtype=np.uint32)
 LOAD_ARGS = (
@@ -272,3 +272,56 @@ def test_partial_workgroups_run_only_the_lanes_that_exist():
     text = kernel(LOAD_ARGS + "v_mov_b32_e32 v2, 1\nglobal_store_dword v1, v2, s[6:7]", buffers=2)
     assert emulate(text, (1,), [LANE, out], threads=100).clean
     assert out.tolist() == [1] * 100 + [0] * 28
+
+
+RECORDS = """
+    s_load_dwordx4 s[4:7], s[0:1], 0x0
+    v_and_b32_e32 v1, 63, v0
+    v_lshlrev_b32_e32 v3, 2, v0
+    s_mov_b32 s10, 40
+    s_mov_b32 s11, 0x20000
+    s_mov_b32 s12, 4
+    s_waitcnt lgkmcnt(0)
+    s_mov_b32 s8, s4
+    s_or_b32 s9, s5, 0x80000
+    v_mov_b32_e32 v2, 4
+    {load}
+    s_waitcnt vmcnt(0)
+    global_store_dword v3, v4, s[6:7]
+"""
+
+
+def _records(load, count=512):
+    """Lane l reads from records of 8 bytes, of which 40 exist; word w holds 1000 + w."""
+    data, out = 1000 + np.arange(count, dtype=np.uint32), np.zeros(64, np.uint32)
+    text = kernel(RECORDS.format(load=load), buffers=2)
+    report = emulate(text, (1,), [data, out])
+    return report, out
+
+
+@pytest.mark.parametrize(
+    ("load", "word"),
+    [
+        ("buffer_load_dword v4, v1, s[8:11], 0 idxen", 0),
+        ("buffer_load_dword v4, v1, s[8:11], 0 idxen offset:4", 1),
+        ("buffer_load_dword v4, v1, s[8:11], s12 idxen", 1),
+        ("buffer_load_dword v4, v[1:2], s[8:11], s12 idxen offen offset:8", 4),
+    ],
+)
+def test_indexed_buffers_are_addressed_and_bounded_by_records(load, word):
+    report, out = _records(load)
+    lanes = np.arange(64)
+    assert report.clean, report.summary()
+    np.testing.assert_array_equal(out, np.where(lanes < 40, 1000 + 2 * lanes + word, 0))
+
+
+def test_a_record_that_lies_behind_the_array_is_out_of_bounds():
+    report, _ = _records("buffer_load_dword v4, v1, s[8:11], 0 idxen", count=60)
+    assert report.kinds() == {"global-bounds"}
+
+
+def test_swizzled_records_are_not_supported():
+    body = RECORDS.replace("0x80000", "0x80080000")
+    text = kernel(body.format(load="buffer_load_dword v4, v1, s[8:11], 0 idxen"), buffers=2)
+    with pytest.raises(Unsupported, match="swizzled"):
+        emulate(text, (1,), [np.zeros(512, np.uint32), np.zeros(64, np.uint32)])

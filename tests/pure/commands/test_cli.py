@@ -136,3 +136,9 @@ def test_emulate_hands_its_arguments_on():
     shown = run("emulate", "--", "--help")
     assert shown.returncode == 0
     assert "--grid" in shown.stdout
+
+
+def test_emulate_takes_its_own_options_without_a_separator():
+    shown = run("emulate", "--object", "nowhere.co", "--grid", "4,2")
+    assert shown.returncode == 2
+    assert "nowhere.co" in shown.stderr

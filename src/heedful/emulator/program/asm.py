@@ -114,7 +114,10 @@ class Argument:
 
 @dataclass(slots=True)
 class Program:
-    """One kernel: code, labels (name to pc), descriptor directives and argument layout."""
+    """One kernel: code, labels (name to pc), descriptor directives and argument layout.
+
+    `lds_bytes` is the LDS that the kernel itself asks for, where that is known.
+    """
 
     name: str
     arch: str
@@ -124,6 +127,7 @@ class Program:
     arguments: list[Argument] = field(default_factory=list)
     kernarg_bytes: int = 0
     max_workgroup: int = 0
+    lds_bytes: int | None = None
 
     def target(self, instruction: Instruction) -> int:
         """The pc that a branch jumps to."""

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from heedful.emulator.floats import I64, U64
+from heedful.emulator.floats import I64, U32, U64
 from heedful.emulator.machine.outstanding import Entry
 from heedful.emulator.program.asm import M0, Instruction
 from heedful.emulator.semantics.small import (
@@ -41,21 +41,49 @@ def _flat_address(instruction: Instruction, ctx: Context, position: int, base: i
 
 def _buffer_address(instruction: Instruction, ctx: Context, position: int, nbytes: int):
     """Address of a buffer access; lanes beyond the descriptor's size are inactive (they read 0)."""
-    if "idxen" in instruction.mods or "addr64" in instruction.mods:
-        raise Unsupported(instruction, "indexed buffer addressing")
+    if "addr64" in instruction.mods:
+        raise Unsupported(instruction, "64-bit buffer addressing")
     lane, resource, scalar = instruction.operands[position : position + 3]
     immediate = instruction.mods.get("offset", 0)
     by_lane, soffset = "offen" in instruction.mods, ctx.slot(scalar)
     r = resource.slot
+    if "idxen" in instruction.mods:
+        return _record_address(instruction, lane.slot, r, lambda g: _fixed(g, soffset, immediate))
 
     def address(g):
-        fixed = np.asarray(g.s[soffset]).astype(I64)[..., None] + immediate
+        fixed = _fixed(g, soffset, immediate)
         offset = fixed + g.u[lane.slot] if by_lane else np.broadcast_to(fixed, g.shape)
-        size = g.s[r + 2][..., None]
-        base = (g.s64[r] & U64(0xFFFF_FFFF_FFFF))[..., None]
-        inside = offset + nbytes <= size
-        active = g.where if inside.all() else np.broadcast_to(inside & g.mask, g.shape)
-        return base + offset.view(U64), active
+        return _within(g, r, offset, offset + nbytes <= g.s[r + 2][..., None])
+
+    return address
+
+
+def _fixed(g, soffset: int, immediate: int):
+    """The part of a buffer's offset that all lanes share."""
+    return np.asarray(g.s[soffset]).astype(I64)[..., None] + immediate
+
+
+def _within(g, resource: int, offset, inside):
+    """Addresses in a buffer, and the lanes whose accesses lie inside of it."""
+    base = (g.s64[resource] & U64(0xFFFF_FFFF_FFFF))[..., None]
+    active = g.where if inside.all() else np.broadcast_to(inside & g.mask, g.shape)
+    return base + offset.view(U64), active
+
+
+def _record_address(instruction: Instruction, index: int, r: int, fixed):
+    """Address by record: the descriptor's stride times a lane's index, and its size in records.
+    With `offen` the register behind the index holds the offset in the record."""
+    by_lane = "offen" in instruction.mods
+
+    def address(g):
+        stride, flags = g.s[r + 1] >> U32(16), g.s[r + 3]
+        if (stride >> U32(15)).any() or (flags >> U32(23) & U32(1)).any():
+            raise Unsupported(instruction, "swizzled records, or records of threads")
+        record = g.u[index].astype(I64)
+        offset = fixed(g) + record * (stride & U32(0x3FFF)).astype(I64)[..., None]
+        if by_lane:
+            offset = offset + g.u[index + 1]
+        return _within(g, r, offset, record < g.s[r + 2][..., None])
 
     return address
 

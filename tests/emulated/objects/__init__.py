@@ -1,0 +1,1 @@
+"""Code objects: the reader, arguments by name, the command line."""
