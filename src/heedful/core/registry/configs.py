@@ -222,6 +222,8 @@ def _decode(
         measured = later if rows <= 16 and max_dim in (128, 576) else _NO_SPILLS
         if rows == 64 and max_dim == 576:
             measured = _LEAST_SPILLS
+        if bits == 8 and max_dim == 576:
+            measured = _FITS
     elif archs == _CDNA:
         measured = _AMD
     # Timed in bfloat16 at D128, and assumed for the others: 1 x 1024 keys in eight segments take
@@ -406,9 +408,12 @@ ROWS: list[ConfigRow] = [
             576,
             rows,
             (32, warps, 2 * stages - 1 if paged else stages),
-            paged=paged,
+            bits,
+            paged,
             merge_values=merge_values,
+            conversion=0 if bits == 16 else 2,
         )
+        for bits in (8, 16)
         for rows, warps, stages, merge_values in ((16, 4, 3, 128), (32, 4, 3, 32), (64, 8, 2, 32))
         for paged in (True, False)
     ),

@@ -209,8 +209,10 @@ def wide_heads(problem: AttentionProblem, device: DeviceSpec) -> str | None:
         return None
     if not problem.v_in_k:
         return f"head_dim {dim}: above {WIDE_DIM} takes a V that is a view of K"
-    if ITEM_BITS[problem.kv_dtype] != 16:
-        return f"head_dim {dim}: above {WIDE_DIM} takes caches of 16 bits"
+    stored = ITEM_BITS[problem.kv_dtype]
+    if stored != 16 and (stored != 8 or problem.kv_group or not problem.quantized_kv):
+        words = "caches of 16 bits, or of 8 with scales of heads under queries of 16"
+        return f"head_dim {dim}: above {WIDE_DIM} takes {words}"
     if dim_v not in (256, 512) or dim - dim_v > WIDE_REST:
         return f"head_dim {dim}: above {WIDE_DIM} takes {WIDE_REST} more than V's 256 or 512"
     return None

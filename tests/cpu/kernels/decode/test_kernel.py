@@ -101,6 +101,10 @@ CASES = (
     replace(MLA, seqlen_q=1, layout="offset", window=(90, 0)),
     replace(MLA, head_dim=128, head_dim_v=128),
     replace(MLA, head_dim=80, head_dim_v=64, kv_dtype="int8"),
+    replace(MLA, kv_dtype="float8_e4m3fn", page_size=16, causal=True),
+    replace(MLA, kv_dtype="float8_e4m3fn", used="k", batch=3, heads_q=40, seqlen_q=1, sink=True),
+    replace(MLA, kv_dtype="float8_e4m3fn", head_dim=520, kv_batch_idx=True),
+    replace(MLA, kv_dtype="int8", seqlen_q=1, leftpad_k=True, used="k"),
     replace(MLA, head_dim=100, head_dim_v=96, heads_q=4),
 )
 
