@@ -22,7 +22,7 @@ INTERPRETED = $(shell grep -rl --include='test_*.py' 'pass_in_the_interpreter(__
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test jax-calls oldest-triton set-up-oldest-triton test-compilers test-integrations test-transformers test-slow test-gpu test-random test-mutation lint format demo bench ab docs wheels test-install site hub workflows clean
+.PHONY: help set-up test jax-calls oldest-triton set-up-oldest-triton test-compilers test-integrations test-transformers test-slow test-gpu test-random test-mutation memcheck lint format demo bench ab docs wheels test-install site hub workflows clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -77,6 +77,9 @@ test-random: $(READY) ## the default tests with fresh examples; prints the seed 
 test-mutation: $(READY) ## plant SAMPLE= bugs, see which of them no test notices (PART=, SEED=)
 	PYTHONPATH=tools $(PY) -m mutation --part $(PART) --sample $(SAMPLE) --workers $(WORKERS) \
 		$(if $(SEED),--seed $(SEED)) $(ARGS)
+
+memcheck: $(READY) ## a sample of the GPU tests under compute-sanitizer, on all GPUs (ARGS=)
+	PYTHONPATH=src:tools $(PY) -m memcheck $(ARGS)
 
 lint: $(READY) ## ruff and pyright
 	$(RUN) ruff check .

@@ -4,6 +4,7 @@
     semantic.py   of these, the bugs of attention code
     covering.py   which test runs which line, kept between runs
     server.py     processes that have imported torch and fork for every run of tests
+    trees.py      copies of the sources, one for each worker
     __main__.py   the command: see CONTRIBUTING.md
 
 Why not a library: mutmut leaves out decorated functions and module-level tables, which here decide

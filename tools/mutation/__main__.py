@@ -5,8 +5,6 @@ import json
 import os
 import queue
 import random
-import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +21,7 @@ except ImportError:
 from mutation.covering import Choice, Map, Traced, test_files
 from mutation.mutants import Mutant, sample
 from mutation.server import MODES, NO_TESTS, Server
+from mutation.trees import Trees
 
 
 @dataclass(frozen=True)
@@ -90,23 +89,6 @@ class Worker:
         if mode not in self.servers:
             self.servers[mode] = Server(mode, self.cache)
         return self.servers[mode]
-
-    def copy(self, root: Path) -> None:
-        """Makes the tree that of the repository, committed or not."""
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "-co", "--exclude-standard"],
-            cwd=root,
-            capture_output=True,
-            check=True,
-        )
-        shutil.rmtree(self.tree, ignore_errors=True)
-        for name in filter(None, listed.stdout.decode().split("\0")):
-            source, target = root / name, self.tree / name
-            if source.is_file():
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(source, target)
-        compiled = [sys.executable, "-m", "compileall", "-q", "src", "tests"]
-        subprocess.run(compiled, cwd=self.tree, stdout=subprocess.DEVNULL)
 
     def judge(self, mutant: Mutant, choice: Choice, seconds: float) -> Result:
         """Plants the mutant, runs tests until one fails, and takes it out again."""
@@ -180,15 +162,14 @@ def in_threads(workers: list[Worker], jobs: list, run) -> None:
         raise errors[0]
 
 
-def cover(workers: list[Worker], kept: Map, modes, rebuild: bool, only: list[str]) -> None:
+def cover(workers: list[Worker], kept: Map, modes, given: argparse.Namespace) -> None:
     """Brings the map of tests to lines up to date, and says how far it is."""
-    tree = workers[0].tree
-    jobs = kept.every(tree, only) if rebuild else kept.stale(tree, only)
-    jobs = [job for job in jobs if job[0] in modes]
+    every = kept.every if given.rebuild else kept.stale
+    jobs = [job for job in every(workers[0].tree, given.tests) if job[0] in modes]
     done = Counter()
 
     def make(worker: Worker, job: tuple[str, str]) -> None:
-        said = kept.make(worker.server(job[0]), *job, worker.tree, MAP_SECONDS)
+        said = kept.make(worker.server(job[0]), *job, worker.tree, given.map_seconds)
         done["files"] += 1
         print(f"map {done['files']}/{len(jobs)}  {job[1]} ({job[0]}): {said}", flush=True)
 
@@ -217,12 +198,15 @@ def main() -> int:
 def run(given: argparse.Namespace, root: Path, state: Path) -> int:
     """Everything, where nobody else works in this folder."""
     workers = [Worker(state / "trees" / str(i), state / "cache") for i in range(given.workers)]
-    for worker in workers:
-        worker.copy(root)
+    Trees([worker.tree for worker in workers]).copy(root)
     kept, tree, part = Map(state), workers[0].tree, PARTS[given.part]
     try:
+        if given.map is not None and given.map.exists():
+            kept.load(given.map)
         if not given.no_map:
-            cover(workers, kept, part.modes, given.rebuild, given.tests)
+            cover(workers, kept, part.modes, given)
+        if given.map is not None and not given.no_map:
+            kept.save(given.map)
         if given.map_only:
             return 0
         sources = sources_of(part, tree, given.modules)
@@ -236,12 +220,15 @@ def run(given: argparse.Namespace, root: Path, state: Path) -> int:
         texts = {file: (tree / file).read_text() for file in test_files(tree)}
         tests = [test for test in kept.tests(tree) if test.mode in part.modes]
         choice = Choice(tests, texts)
-        results = judge_all(workers, drawn, sources, choice, given.seconds)
+        with (state / "results.jsonl").open("a") as log:
+
+            def judged(result: Result) -> None:
+                log.write(json.dumps({"seed": seed, **asdict(result)}) + "\n")
+                log.flush()
+
+            results = judge_all(workers, drawn, sources, choice, given, judged)
         left = [r for r in results if r.fate == "survived"]
         record.write_text(json.dumps([_name(r.mutant, sources) for r in left]))
-        with (state / "results.jsonl").open("a") as log:
-            for result in results:
-                log.write(json.dumps({"seed": seed, **asdict(result)}) + "\n")
         return report(results, sources, seed, part.least if given.least is None else given.least)
     finally:
         for worker in workers:
@@ -262,8 +249,8 @@ def _name(mutant: Mutant, sources: dict[str, str]) -> tuple[str, str, str, str]:
     return mutant.module, mutant.function, *mutant.change(sources[mutant.module])
 
 
-def judge_all(workers, drawn, sources, choice: Choice, seconds: float) -> list[Result]:
-    """Every mutant's result; prints one line each."""
+def judge_all(workers, drawn, sources, choice: Choice, given, judged) -> list[Result]:
+    """Every mutant's result, which `judged` gets at once; prints one line each."""
     known = equivalents()
     results: list[Result] = []
     start = time.monotonic()
@@ -272,8 +259,9 @@ def judge_all(workers, drawn, sources, choice: Choice, seconds: float) -> list[R
         if _name(mutant, sources) in known:
             result = Result(mutant, "equivalent")
         else:
-            result = worker.judge(mutant, choice, seconds)
+            result = worker.judge(mutant, choice, given.seconds)
         results.append(result)
+        judged(result)
         fates = Counter(r.fate for r in results)
         took = time.monotonic() - start
         left = took / len(results) * (len(drawn) - len(results))
@@ -288,6 +276,18 @@ def judge_all(workers, drawn, sources, choice: Choice, seconds: float) -> list[R
     return results
 
 
+def table(results: list[Result]) -> str:
+    """How many mutants of each module were drawn, noticed, missed, and are equivalent."""
+    short = {r.mutant.module: r.mutant.module.removeprefix(SOURCES + "/") for r in results}
+    rows = [["module", "drawn", "noticed", "missed", "equivalent"]]
+    for module in (*sorted(short), ""):
+        mine = Counter(r.fate for r in results if module in ("", r.mutant.module))
+        counts = (mine.total(), mine["killed"], mine["survived"], mine["equivalent"])
+        rows.append([short.get(module, "all"), *map(str, counts)])
+    width = max(len(name) for name, *_ in rows)
+    return "\n".join(f"{name:{width}}" + "".join(f"{n:>12}" for n in more) for name, *more in rows)
+
+
 def report(results: list[Result], sources: dict[str, str], seed: int, least: float) -> int:
     """Prints survivors as diffs and the score; returns the exit code."""
     for result in sorted(results, key=lambda r: (r.mutant.module, r.mutant.line)):
@@ -296,6 +296,7 @@ def report(results: list[Result], sources: dict[str, str], seed: int, least: flo
             where = mutant.function or "module level"
             print(f"\nsurvived: {where}, {mutant.operator}; {result.tests} tests run these lines")
             print(mutant.diff(sources[mutant.module]), end="")
+    print("\n" + table(results))
     fates = Counter(result.fate for result in results)
     judged = fates["killed"] + fates["survived"]
     score = fates["killed"] / judged if judged else 1.0
@@ -321,6 +322,8 @@ def _arguments() -> argparse.Namespace:
     add("--survivors", action="store_true", help="only what survived this seed and size last")
     add("--map-only", action="store_true", help="only bring the map of tests to lines up to date")
     add("--no-map", action="store_true", help="use the map as it is")
+    add("--map", type=Path, help="a file that the map is loaded from, and saved to unless --no-map")
+    add("--map-seconds", type=float, default=MAP_SECONDS, help="of a test file that is mapped")
     add("--rebuild", action="store_true", help="make the whole map anew")
     add("--tests", nargs="*", default=[], help="map only test files that begin with one of these")
     return parser.parse_args()

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import sys
+import tarfile
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -146,6 +147,22 @@ class Map:
         if answer["code"] is None:
             return said + f", over {seconds:.0f} s"
         return said + (f", {len(entry['failed'])} failed" if entry["failed"] else "")
+
+    def save(self, file: Path) -> None:
+        """Writes all entries to a file, which another machine may load."""
+        with tarfile.open(file, "w:xz") as archive:
+            for made in (self._entries, self._sources):
+                archive.add(made, made.name)
+
+    def load(self, file: Path) -> None:
+        """Adds the entries of such a file. ValueError if it holds anything else."""
+        with tarfile.open(file) as archive:
+            members = archive.getmembers()
+            for member in members:
+                folder = member.name.split("/")[0]
+                if folder not in (self._entries.name, self._sources.name):
+                    raise ValueError(f"{file} is no map: it holds {member.name}")
+            archive.extractall(self._entries.parent, members, filter="data")
 
     def _keep(self, path: Path) -> str:
         text = path.read_text()

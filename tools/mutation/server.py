@@ -38,7 +38,7 @@ class Server:
     def __init__(self, mode: str, cache: Path, preloaded: Sequence[str] = PRELOADED):
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "HEED"))}
         environment |= {
-            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *_given_path()]),
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
             "HEEDFUL_CACHE_DIR": str(cache),
@@ -119,6 +119,12 @@ class Chosen:
         items[:] = found.values()
 
 
+def _given_path() -> list[str]:
+    """The folders of the caller's PYTHONPATH, which mean the same in every folder."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [os.path.abspath(folder) for folder in given if folder]
+
+
 def _end_after(seconds: float) -> None:
     """The process ends after so many seconds more; 0: it does not."""
     if hasattr(signal, "setitimer"):
@@ -176,7 +182,8 @@ def _become(request: dict, log: Path) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
     os.chdir(tree)
     paths = [f"{tree}/src", f"{tree}/tests"]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    # The tree's own come first; then what the caller gave, another compiler's folder say.
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *_given_path()])
     sys.path[:0] = paths
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(handle, 1)
