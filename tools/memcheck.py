@@ -5,8 +5,8 @@
 Of each test it takes few cases in which every value of every parameter occurs, and every value of
 every field of a problem. Each tensor gets an allocation of its own, since PyTorch's pools hide what
 is read beyond one. Captured graphs need the pools: their tests are left out, and so are long grids
-and random problems. PyTorch's own kernels are not checked. It returns 1 if there is an error, a test
-that fails, or one that time did not suffice for.
+and random problems. PyTorch's own kernels are not checked. It returns 1 if there is an error, a
+test that fails, or one that time did not suffice for.
 """
 
 import argparse
