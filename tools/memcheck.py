@@ -38,7 +38,7 @@ _TOLD = "HEEDFUL_TESTS_MEMCHECK"
 _CHECKED = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
 _CHECKED += ("--kernel-name-exclude", "kns=at::")
 # How long a test may go on when time is over.
-_GRACE_S = 60.0
+_GRACE_S = 30.0
 
 
 def values(parameters: dict) -> set[tuple[str, str]]:

@@ -26,9 +26,11 @@ BOTH_WAYS = [
     (WIDE, replace(ALONE, window=(20, 4, 3), softcap=3.0, alibi="bh", bias="bhqk")),
     (HIGH, replace(UNEQUAL, heads_q=2, heads_k=1, alibi="bh", bias="bk", window=(9, 0))),
     (WIDE, replace(UNEQUAL, heads_q=2, varlen="qk", used="qk", dropout_p=0.3, bias="hq", seed=3)),
-    # Each of its elements is a sum over tiles of both sides.
-    (HIGH, replace(UNEQUAL, heads_q=2, seqlen_k=30, bias="h", window=(-1, 20))),
-    (WIDE, replace(ALONE, heads_q=2, heads_k=1, bias="q", softcap=4.0)),
+    # Each of its elements is a sum over tiles of both sides. Over keys such a sum is 0 but for what
+    # a sink takes.
+    (HIGH, replace(UNEQUAL, heads_q=2, seqlen_k=30, bias="h", window=(-1, 20), sink=True)),
+    (WIDE, replace(ALONE, heads_q=2, heads_k=1, bias="q", softcap=4.0, sink=True)),
+    (HIGH, replace(ALONE, heads_q=2, seqlen_k=25, bias="qk")),
     (HIGH, replace(ALONE, dropout_p=0.3, dropout_origin=(3, 2, 9, 6), seed=4)),
 ]
 FORWARD = [
