@@ -37,6 +37,8 @@ _CAPTURES = re.compile("captured|replay|graph")
 _TOLD = "HEEDFUL_TESTS_MEMCHECK"
 _CHECKED = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
 _CHECKED += ("--kernel-name-exclude", "kns=at::")
+# Versions that know it else find no port for more than ten processes.
+_CONNECTIONS = "--max-connections"
 # How long a test may go on when time is over.
 _GRACE_S = 30.0
 
@@ -117,6 +119,13 @@ def gpus() -> int:
     return asked.stdout.count("GPU ")
 
 
+def checked(processes: int) -> list[str]:
+    """compute-sanitizer's command, as this version takes it."""
+    asked = subprocess.run([_CHECKED[0], "--help"], capture_output=True, text=True)
+    more = [_CONNECTIONS, str(max(10, processes))] if _CONNECTIONS in asked.stdout else []
+    return [*_CHECKED, *more]
+
+
 def start(part: int, given: argparse.Namespace, folder: Path, until: float, on: int):
     """A process that runs its share; what it prints goes to a file of its number."""
     told = {"part": part, "parts": given.processes, "until": until}
@@ -127,7 +136,7 @@ def start(part: int, given: argparse.Namespace, folder: Path, until: float, on: 
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]),
         "OMP_NUM_THREADS": "1",
     }
-    command = [*_CHECKED, sys.executable, "-m", "pytest", "-q", "-p", "memcheck"]
+    command = [*checked(given.processes), sys.executable, "-m", "pytest", "-q", "-p", "memcheck"]
     command += ["-p", "no:cacheprovider", "--tb=short", *given.files]
     with (folder / f"{part}.log").open("w") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)

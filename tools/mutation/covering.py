@@ -11,6 +11,7 @@ source has changed since, its lines are found again by their text.
 import hashlib
 import json
 import os
+import re
 import sys
 import tarfile
 import time
@@ -246,7 +247,8 @@ class Choice:
         those of files that name the module: they may start processes, which are not traced. Of a
         module that no test runs anything of, all that runs as it is imported, its folder's are run.
         wide: four times as long for these, for what runs when the module is imported, which no
-        trace tells from each other; first those of little but this module."""
+        trace tells from each other; first those of little but this module, and those of files that
+        import it."""
         near = self._by_module.get(module, [])
         if not near:
             folder = str(Path(module).parent)
@@ -256,16 +258,21 @@ class Choice:
         first = _in_turn(exact)
         names = {(t.mode, t.id) for t in exact}
         rest = _in_turn([t for t in near if (t.mode, t.id) not in names])
-        if wide:
-            about = _within(
-                sorted(rest, key=lambda t: (-_focus(t, module), t.seconds)), seconds / 2
-            )
-            mine = {(t.mode, t.id) for t in about}
-            rest = about + [t for t in rest if (t.mode, t.id) not in mine]
         names |= {(t.mode, t.id) for t in rest}
+        others = [t for t in self._all if (t.mode, t.id) not in names]
+        imports = _imports(module)
+        importing = {file for file, text in self._texts.items() if imports.search(text)}
+        named = _in_turn([t for t in others if t.file in importing])
+        if wide:
+            about = sorted(rest, key=lambda t: (-_focus(t, module), t.seconds))
+            about = _within(about, seconds / 2) + _within(named, seconds)
+            mine = {(t.mode, t.id) for t in about}
+            rest = about + [t for t in (*rest, *named) if (t.mode, t.id) not in mine]
+        else:
+            rest += named
         stem = Path(module).stem
-        naming = {file for file, text in self._texts.items() if stem in text}
-        rest += _in_turn([t for t in self._all if t.file in naming and (t.mode, t.id) not in names])
+        naming = {file for file, text in self._texts.items() if stem in text} - importing
+        rest += _in_turn([t for t in others if t.file in naming])
         # Unlike tests early; then as many as there is time for, which are the fastest.
         chosen = _within(first, seconds / 2) or first[:1]
         early = {(t.mode, t.id) for t in chosen}
@@ -275,6 +282,13 @@ class Choice:
         if wide:
             share = 4 * seconds
         return chosen + _within(rest, share), len(chosen)
+
+
+def _imports(module: str) -> re.Pattern[str]:
+    """What the text of a file has that imports this module."""
+    name = module.removeprefix("src/").removesuffix(".py").replace("/", ".")
+    package, _, stem = name.rpartition(".")
+    return re.compile(rf"\b{re.escape(name)}\b|from {re.escape(package)} import .*\b{stem}\b")
 
 
 def _within(tests: Iterable[Traced], seconds: float) -> list[Traced]:

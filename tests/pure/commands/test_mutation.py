@@ -125,6 +125,17 @@ def test_a_module_that_runs_at_import_alone_is_tested_by_its_folders_tests():
     assert [test.id for test in chosen] == ["a::own"] and exact == 0
 
 
+def test_what_runs_at_import_is_tested_by_files_that_import_it_before_those_that_hold_its_letters():
+    texts = {f"{n}.py": "calls run, and runs" for n in range(40)}
+    texts |= {"u.py": "from a.b.run import X\n", "v.py": "from a.b import base, run\n"}
+    texts["w.py"] = "from a.b.c import run\n"
+    tests = [Traced("plain", f"{file}::t", 1.0, {}) for file in texts]
+    tests += [Traced("plain", f"w.py::{n}", 1.0, {"src/a/b/run.py": frozenset({9})}) for n in "xyz"]
+    for line in (3, 9):
+        chosen, _ = Choice(tests, texts).tests("src/a/b/run.py", {line}, 2.0, wide=True)
+        assert {"u.py::t", "v.py::t"} <= {test.id for test in chosen[:5]}
+
+
 class Serves:
     """A test server that runs one test a file, and ends once as many others run as are expected."""
 

@@ -44,7 +44,10 @@ def test_a_record_is_read_back_by_the_process_that_wrote_it_and_by_others():
     assert validations.validated(DEVICE) == {"gated"}
     validations._read.cache_clear()
     assert validations.validated(DEVICE) == {"gated"}
-    assert json.loads(path.read_text())["device"] == DEVICE.name
+    text = path.read_text()
+    assert json.loads(text)["device"] == DEVICE.name
+    # One fact a line, for who reads it.
+    assert f' "device": "{DEVICE.name}",' in text.splitlines()
 
 
 @pytest.mark.parametrize("changed", [{"name": "MI355X VF"}, {"arch": "gfx942"}])

@@ -195,3 +195,11 @@ def test_arrays_without_dense_rows_are_described_as_the_copies_that_kernels_get(
     off = spec(2, 5, 4, 16, aligned=False)
     assert describe(dense(q=off)) == replace(describe(dense()), aligned=False)
     assert not copies(dense(q=off).x)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "int8"])
+def test_a_cache_is_described_by_the_dtype_that_it_is_stored_in(dtype):
+    given = {"q": spec(2, 1, 4, 16, dtype="bfloat16"), "k": None, "v": None}
+    given |= {f"{x}_cache": spec(2, 12, 2, 16, dtype=dtype) for x in "kv"}
+    made, _ = cached(**given, **{f"{x}_descale": spec(2, 2) for x in "kv"})
+    assert (describe(made).dtype, describe(made).kv_dtype) == ("bfloat16", dtype)
