@@ -20,7 +20,7 @@ except ImportError:
 
 from mutation.covering import Choice, Map, Traced, test_files
 from mutation.mutants import Mutant, sample
-from mutation.server import MODES, NO_TESTS, Server
+from mutation.server import MODES, NO_TESTS, Hub, Server
 from mutation.trees import Trees
 
 
@@ -77,17 +77,36 @@ class Result:
     by: str = ""
 
 
+class Hubs:
+    """The processes that serve tests, one of each mode, from when it is first wanted."""
+
+    def __init__(self, cache: Path):
+        self._cache, self._lock = cache, threading.Lock()
+        self._made: dict[str, Hub] = {}
+
+    def connect(self, mode: str) -> Server:
+        """A connection of its own to the process of a mode."""
+        with self._lock:
+            if mode not in self._made:
+                self._made[mode] = Hub(mode, self._cache)
+        return self._made[mode].connect()
+
+    def close(self) -> None:
+        for made in self._made.values():
+            made.close()
+
+
 @dataclass
 class Worker:
     """A copy of the repository, and servers that run its tests."""
 
     tree: Path
-    cache: Path
+    hubs: Hubs
     servers: dict[str, Server] = field(default_factory=dict)
 
     def server(self, mode: str) -> Server:
         if mode not in self.servers:
-            self.servers[mode] = Server(mode, self.cache)
+            self.servers[mode] = self.hubs.connect(mode)
         return self.servers[mode]
 
     def judge(self, mutant: Mutant, choice: Choice, seconds: float) -> Result:
@@ -197,7 +216,8 @@ def main() -> int:
 
 def run(given: argparse.Namespace, root: Path, state: Path) -> int:
     """Everything, where nobody else works in this folder."""
-    workers = [Worker(state / "trees" / str(i), state / "cache") for i in range(given.workers)]
+    hubs = Hubs(state / "cache")
+    workers = [Worker(state / "trees" / str(i), hubs) for i in range(given.workers)]
     Trees([worker.tree for worker in workers]).copy(root)
     kept, tree, part = Map(state), workers[0].tree, PARTS[given.part]
     try:
@@ -233,6 +253,7 @@ def run(given: argparse.Namespace, root: Path, state: Path) -> int:
     finally:
         for worker in workers:
             worker.close()
+        hubs.close()
 
 
 def sources_of(part: Part, tree: Path, modules: list[str]) -> dict[str, str]:

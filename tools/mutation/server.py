@@ -1,18 +1,22 @@
 """Runs of tests that start at once: a process that has imported torch forks for each.
 
-    python -m mutation.server torch
+    python -m mutation.server PATH torch
 
-reads one request a line from its input and answers each with one line, both JSON. It imports
-nothing of heedful, so that each run imports the sources of its own tree.
+listens at a socket's path until its input ends. Each connection is served by a fork of its own: it
+reads one request a line and answers each with one line, both JSON. Nothing of heedful is imported,
+so that each run imports the sources of its own tree.
 """
 
 import contextlib
 import io
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +35,7 @@ PRELOADED += ("hypothesis", "pytest", "typer", "rich", "coverage")
 PRELOADED += ("jax", "jax.numpy", "jax.export", "ml_dtypes")
 
 
-class Server:
+class Hub:
     """One such process. mode: "interpreted" runs kernels in Triton's interpreter. preloaded: what
     every run finds imported."""
 
@@ -47,13 +51,37 @@ class Server:
         }
         if mode == "interpreted":
             environment["TRITON_INTERPRET"] = "1"
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "mutation.server", *preloaded],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        # Paths of sockets are short.
+        self._folder = tempfile.TemporaryDirectory(prefix="mutation-")
+        self._path = os.path.join(self._folder.name, "socket")
+        command = [sys.executable, "-m", "mutation.server", self._path, *preloaded]
+        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
+
+    def connect(self) -> "Server":
+        """A connection, as soon as all is imported."""
+        while self._process.poll() is None:
+            made = socket.socket(socket.AF_UNIX)
+            try:
+                made.connect(self._path)
+                return Server(made)
+            except (FileNotFoundError, ConnectionRefusedError):
+                made.close()
+            time.sleep(0.05)
+        raise RuntimeError("a test server died; its errors are above")
+
+    def close(self) -> None:
+        """Ends the process; connections last until they are closed."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+class Server:
+    """A connection to such a process, which runs one request at a time."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection, self._file = connection, connection.makefile("rw")
 
     def run(
         self,
@@ -70,19 +98,17 @@ class Server:
         """
         request = {"tree": str(tree), "tests": tests, "seconds": seconds, "each": list(each)}
         request["trace"] = str(trace) if trace else ""
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+        self._file.write(json.dumps(request) + "\n")
+        self._file.flush()
+        answer = self._file.readline()
         if not answer:
             raise RuntimeError("a test server died; its errors are above")
         return json.loads(answer)
 
     def close(self) -> None:
-        """Ends the process."""
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait()
+        """Ends the process that serves it."""
+        self._file.close()
+        self._connection.close()
 
 
 class Chosen:
@@ -133,15 +159,33 @@ def _end_after(seconds: float) -> None:
 
 
 def serve() -> None:
-    for name in sys.argv[1:]:
+    path, *names = sys.argv[1:]
+    for name in names:
         with contextlib.suppress(ImportError):
             __import__(name)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        request = json.loads(line)
-        answers.write(json.dumps(_fork(request)) + "\n")
-        answers.flush()
+    # Nobody waits for a fork that serves a connection.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(1024)
+        while True:
+            ready, _, _ = select.select([listener, sys.stdin], [], [])
+            if sys.stdin in ready:
+                return
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _serve(connection)
+                os._exit(0)
+            connection.close()
+
+
+def _serve(connection: socket.socket) -> None:
+    with connection.makefile("rw") as file:
+        for line in file:
+            file.write(json.dumps(_fork(json.loads(line))) + "\n")
+            file.flush()
 
 
 def _fork(request: dict) -> dict:

@@ -11,7 +11,7 @@ import pytest
 from mutation.__main__ import Result, table
 from mutation.covering import Map
 from mutation.mutants import mutants
-from mutation.server import Server
+from mutation.server import Hub
 from mutation.trees import Trees, listed
 
 TOOLS = Path(__file__).parents[3] / "tools"
@@ -44,15 +44,19 @@ def test_a_run_and_what_it_starts_find_the_callers_packages_after_the_trees(tmp_
     written(tree, tests__test_b_py=FINDS.format("heedful_like", "tree"))
     monkeypatch.chdir(root)
     monkeypatch.setenv("PYTHONPATH", f"src:{away}")
-    server = Server("plain", tmp_path / "cache", preloaded=())
+    hub = Hub("plain", tmp_path / "cache", preloaded=())
+    server, other = hub.connect(), hub.connect()
     try:
         ids = ["tests/test_a.py::test_finds", "tests/test_a.py::test_starts"]
         ids += ["tests/test_b.py::test_finds"]
         answer = server.run(tree, ids, 60.0)
     finally:
+        again = other.run(tree, ids[:1], 60.0)
         server.close()
+        other.close()
+        hub.close()
     assert answer["code"] == 0, answer["output"]
-    assert "3 passed" in answer["output"]
+    assert "3 passed" in answer["output"] and again["code"] == 0
 
 
 def test_without_a_repository_files_are_those_of_a_walk(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from mutation.__main__ import PARTS, sources_of
 from mutation.mutants import mutants
-from mutation.server import Server
+from mutation.server import Hub
 
 ROOT = Path(__file__).parents[3]
 DEVICE, ARGS = "src/heedful/kernels/portable/x.py", "src/heedful/kernels/args/x.py"
@@ -113,9 +113,11 @@ def test_waits():
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    found = Server("plain", tmp_path_factory.mktemp("cache"), preloaded=())
+    hub = Hub("plain", tmp_path_factory.mktemp("cache"), preloaded=())
+    found = hub.connect()
     yield found
     found.close()
+    hub.close()
 
 
 @pytest.mark.parametrize("test", ["test_spins", "test_waits"])
