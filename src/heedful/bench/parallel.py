@@ -6,7 +6,8 @@ E is the time of one GPU over the number of GPUs times the time of the slowest: 
 devices would give. One GPU computes the whole batch in its own order, by the faster of
 flash_attn_func and flash_attn_varlen_func, while the others are idle. Shards are laid out before. A
 row exists only if what ranks computed is near what the one computed. Times are medians, in
-milliseconds; bfloat16. WORDS: only cases whose names have one of them.
+milliseconds; bfloat16. First come calls, whose launches the host makes while devices work, then
+replays of CUDA graphs of both sides. WORDS: only cases whose names have one of them.
 """
 
 import os
@@ -77,17 +78,30 @@ class Work:
     def both(self) -> tuple[Tensor, ...]:
         return torch.autograd.grad(self._call(*self._leaves), self._leaves, self._dout)
 
-    def times(self, together: bool) -> tuple[float, float]:
-        """Medians in milliseconds. together: all ranks begin each call at once."""
+    def times(self, together: bool) -> list[float]:
+        """Medians in milliseconds: forward, with backward; the same two as graphs. together: all
+        ranks begin each call at once."""
         found = []
-        for call in (self.forward, self.both):
-            call()
-            once = torch.tensor(_timed(call, together), device=self._dout.device)
-            if together:
-                dist.all_reduce(once, dist.ReduceOp.MAX)
-            rounds = int(min(MOST, max(FEWEST, MILLISECONDS / float(once))))
-            found.append(statistics.median(_timed(call, together) for _ in range(rounds)))
-        return found[0], found[1]
+        for make in (lambda call: call, _captured):
+            for call in map(make, (self.forward, self.both)):
+                call()
+                once = torch.tensor(_timed(call, together), device=self._dout.device)
+                if together:
+                    dist.all_reduce(once, dist.ReduceOp.MAX)
+                rounds = int(min(MOST, max(FEWEST, MILLISECONDS / float(once))))
+                found.append(statistics.median(_timed(call, together) for _ in range(rounds)))
+        return found
+
+
+def _captured(call: Callable[[], Any]) -> Callable[[], None]:
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    # NCCL's own thread asks for events meanwhile.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        call()
+    return graph.replay
 
 
 def _timed(call: Callable[[], Any], together: bool) -> float:
@@ -103,7 +117,7 @@ def _timed(call: Callable[[], Any], together: bool) -> float:
     return begin.elapsed_time(end)
 
 
-def alone(case: Case, tensors: list[Tensor], dout: Tensor) -> tuple[Work, Any]:
+def alone(case: Case, tensors: list[Tensor], dout: Tensor) -> tuple[Work, list[float]]:
     """The whole batch on one GPU, by the faster way, and its times."""
     window = case.window, 0
     ends = np.cumsum((0, *case.lengths), dtype=np.int32)
@@ -120,8 +134,7 @@ def alone(case: Case, tensors: list[Tensor], dout: Tensor) -> tuple[Work, Any]:
 
     ways = [packed] if len(case.lengths) > 1 else [packed, dense]
     timed = [(work, work.times(False)) for work in (Work(w, tensors, dout) for w in ways)]
-    times = tuple(min(t[direction] for _, t in timed) for direction in range(2))
-    return timed[0][0], times
+    return timed[0][0], [min(same) for same in zip(*(t for _, t in timed), strict=True)]
 
 
 def spread(case: Case, made: ContextPlan, tensors: list[Tensor], dout: Tensor) -> Work:
@@ -148,7 +161,7 @@ def rows(case: Case, device: torch.device) -> Iterator[str]:
     total = sum(case.lengths)
     shapes = [(total, heads, DIM) for heads in (HEADS, HEADS_K, HEADS_K, HEADS)]
     q, k, v, dout = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in shapes)
-    whole, times = alone(case, [q, k, v], dout) if rank == 0 else (None, (0.0, 0.0))
+    whole, times = alone(case, [q, k, v], dout) if rank == 0 else (None, [])
     want = (whole.forward(), *whole.both()) if whole else ()
     dist.barrier()
     for strategy, layout in case.ways:
@@ -172,12 +185,12 @@ def rows(case: Case, device: torch.device) -> Iterator[str]:
             if not all(_is_near(x, y) for x, y in zip(got, want, strict=True)):
                 yield f"{words} wrong"
                 continue
-            shares = [t / (ranks * float(s)) for t, s in zip(times, slowest, strict=True)]
-            yield (
-                f"{words} {times[0]:8.3f} {float(slowest[0]):8.3f} {shares[0]:6.3f}"
-                f" {times[1]:9.3f} {float(slowest[1]):9.3f} {shares[1]:6.3f}"
-                f" {made.layout.balance(made.mask):8.3f} {planned:8.1f}"
-            )
+            columns = [
+                f"{one:9.3f} {float(most):9.3f} {one / (ranks * float(most)):6.3f}"
+                for one, most in zip(times, slowest, strict=True)
+            ]
+            words = f"{words} {' '.join(columns)}"
+            yield f"{words} {made.layout.balance(made.mask):8.3f} {planned:8.1f}"
 
 
 def _rank(rank: int, ranks: int, port: int, words: list[str]) -> None:
@@ -198,10 +211,11 @@ def main() -> None:
     script.current_gpu()
     ranks = torch.cuda.device_count()
     version = ".".join(map(str, nccl.version()))
+    measured = "fwd", "both", "fwd graph", "both grph"
+    columns = " ".join(f"{'one':>9} {name:>9} {'E':>6}" for name in measured)
     script.say(
         f"{ranks} x {torch.cuda.get_device_name()}, NCCL {version}",
-        f"{'case':34} {'strategy':7} {'layout':10} {'fwd, 1':>8} {'fwd':>8} {'E':>6}"
-        f" {'both, 1':>9} {'both':>9} {'E':>6} {'balance':>8} {'plan ms':>8}",
+        f"{'case':34} {'strategy':7} {'layout':10} {columns} {'balance':>8} {'plan ms':>8}",
     )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

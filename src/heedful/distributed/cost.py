@@ -5,7 +5,7 @@ choice hardly changes: it depends on how many bytes are sent while no kernel run
 """
 
 from heedful.distributed.layouts import BLOCK, Layout, Mask
-from heedful.distributed.schedules import gathered
+from heedful.distributed.schedules import Schedule, gathered
 
 # FLOP/s of the forward, and bytes/s that a device receives from another.
 FLOPS = 650e12
@@ -14,19 +14,38 @@ LINK = 250e9
 LATENCY = 30e-6
 
 
+def head_groups(
+    schedule: Schedule,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    size: int,
+    backward: bool = False,
+) -> list[int]:
+    """How many KV heads each group has, in which keys are sent: the first is one head, since
+    nothing runs before it has arrived, unless local calls do. In a backward the last one is too:
+    nothing runs beside its gradients."""
+    arrive = schedule.most_received * sum(dims) * size * heads[1] / LINK
+    if arrive < LATENCY or heads[1] == 1:
+        return [heads[1]]
+    is_hidden = _compute(schedule.least_local, heads[0], dims) >= arrive
+    ends = [1] * (not is_hidden), [1] * (backward and heads[1] > 2)
+    rest = heads[1] - sum(map(len, ends))
+    return [*ends[0], rest, *ends[1]]
+
+
 def gather(
     layout: Layout, mask: Mask, heads: tuple[int, int], dims: tuple[int, int], size: int
 ) -> float:
-    """Seconds of the slowest rank: the first KV head's keys are waited for, the others arrive
-    while a kernel runs."""
+    """Seconds of the slowest rank: the first group's keys are waited for, unless local calls take
+    as long; the others arrive while a kernel runs."""
     slowest = 0.0
-    tiles = layout.tiles(mask)
-    for rank, work in enumerate(tiles):
-        rows = sum(gathered(layout, mask, rank).received)
-        arrive = rows * sum(dims) * size / LINK
-        compute = _compute(work, heads[0], dims)
-        rest = max(compute, arrive * (heads[1] - 1))
-        slowest = max(slowest, LATENCY + arrive + rest)
+    for rank, work in enumerate(layout.tiles(mask)):
+        schedule = gathered(layout, mask, rank)
+        arrive = schedule.rows_received * sum(dims) * size * heads[1] / LINK
+        first = arrive * head_groups(schedule, heads, dims, size)[0] / heads[1]
+        first = max(0.0, first - _compute(schedule.least_local, heads[0], dims))
+        rest = max(_compute(work, heads[0], dims), arrive - first)
+        slowest = max(slowest, LATENCY + first + rest)
     return slowest
 
 

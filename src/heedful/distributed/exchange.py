@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Most exchanges of a slice between each two ranks that replace one of packed rows.
+ROUNDS = 2
+
 
 class Transfer:
     """Rows that are being received. rows: the tensor into which they arrive; call `wait` before
@@ -44,6 +47,47 @@ def swap(
         _bytes(into), _bytes(rows), list(received), list(sent), group=group, async_op=True
     )
     return Transfer(into, work, rows)
+
+
+class Exchange:
+    """Slices of rows that are on their way between all ranks. sent[r], into[r]: contiguous tensors
+    that rank r gets, or fills, of one dtype and of equal shapes but for dim 0, in the order in which
+    the other has them. rounds: the most that one rank sends to another. Call `wait` before reading
+    `into` or writing `sent`."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        sent: Sequence[Sequence[Tensor]],
+        into: Sequence[Sequence[Tensor]],
+        rounds: int,
+        like: Tensor,
+    ):
+        self._sent, self._into, self._transfer, self._works = sent, into, None, []
+        if rounds <= ROUNDS and dist.get_backend(group) == "nccl":
+            # Straight from and to where the rows belong.
+            none = like[:0]
+            for index in range(rounds):
+                outs, ins = (
+                    [theirs[index] if index < len(theirs) else none for theirs in parts]
+                    for parts in (into, sent)
+                )
+                self._works.append(dist.all_to_all(outs, ins, group=group, async_op=True))
+        else:
+            flat = [like[:0], *(rows for theirs in sent for rows in theirs)]
+            counts = [[sum(map(len, theirs)) for theirs in parts] for parts in (sent, into)]
+            self._transfer = swap(group, torch.cat(flat), *counts)
+
+    def wait(self) -> None:
+        """On a GPU the current stream waits, not the host."""
+        for work in self._works:
+            work.wait()
+        if self._transfer is not None:
+            into = [rows for theirs in self._into for rows in theirs]
+            if into:
+                parts = self._transfer.wait().split(list(map(len, into)))
+                torch._foreach_copy_(into, parts)
+        self._works, self._transfer = [], None
 
 
 def _bytes(rows: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ CAUSAL = Mask()
 @dataclass(frozen=True)
 class Layout:
     """lengths: tokens of each document; shards: the pieces of each rank, in the order of its
-    rows."""
+    rows (`_in_order`)."""
 
     lengths: tuple[int, ...]
     shards: tuple[tuple[Piece, ...], ...]
@@ -93,7 +93,7 @@ def zigzag(lengths: Sequence[int], ranks: int, mask: Mask = CAUSAL) -> Layout:
     for document, length in enumerate(lengths):
         for rank, pieces in enumerate(_zigzag(document, length, ranks)):
             shards[rank] += pieces
-    return Layout(tuple(lengths), tuple(map(tuple, shards)))
+    return _in_order(lengths, shards)
 
 
 def contiguous(lengths: Sequence[int], ranks: int, mask: Mask = CAUSAL) -> Layout:
@@ -141,12 +141,26 @@ def _cut_longest(lengths, ranks, mask, order, tiles, cut: int) -> Layout:
     for document, rank in _placed(load, order[cut:], tiles)[1].items():
         if lengths[document]:
             shards[rank].append(Piece(document, 0, lengths[document]))
-    # In the order of the batch, as readers and users of positions expect.
-    return Layout(tuple(lengths), tuple(tuple(sorted(s, key=_place)) for s in shards))
+    return _in_order(lengths, shards)
 
 
-def _place(piece: Piece) -> tuple[int, int]:
-    return piece.document, piece.begin
+def _in_order(lengths: Sequence[int], shards: Sequence[Sequence[Piece]]) -> Layout:
+    """Whole documents come first, since they need no other rank's keys, then the later chunks of
+    cut ones, which see most keys, then the earlier: few kernel calls take neighbouring rows, and
+    short work tiles come last. Documents of equal lengths stay in the order of the batch, so that
+    they are rows of a batch on each rank, too."""
+    is_batch = len(lengths) > 1 and len(set(lengths)) == 1
+
+    def place(piece: Piece, last: int) -> tuple[int, int, int]:
+        length = lengths[piece.document]
+        kind = 0 if is_batch or len(piece) == length else 1 if piece.begin == last else 2
+        return kind, piece.document, piece.begin
+
+    ordered = []
+    for shard in shards:
+        last = {piece.document: piece.begin for piece in sorted(shard, key=lambda p: p.begin)}
+        ordered.append(tuple(sorted(shard, key=lambda p: place(p, last[p.document]))))
+    return Layout(tuple(lengths), tuple(ordered))
 
 
 def _placed(load, documents, tiles) -> tuple[list[int], dict[int, int]]:

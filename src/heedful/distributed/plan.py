@@ -23,12 +23,9 @@ STRATEGIES = ("gather", "heads")
 
 @dataclass(frozen=True)
 class OnDevice:
-    """A schedule whose rows are tensors of a device."""
+    """A schedule, and the cu_seqlens of its calls on a device."""
 
     schedule: Schedule
-    sent: tuple[Tensor, ...]
-    sent_rows: Tensor
-    keys: tuple[Tensor, ...]
     cu_q: tuple[Tensor, ...]
     cu_k: tuple[Tensor, ...]
 
@@ -130,17 +127,11 @@ class ContextPlan:
     def _make(self, mask: Mask, one_by_one: bool, device: torch.device) -> OnDevice:
         made = gathered(self.layout, mask, self.rank, one_by_one)
 
-        def rows(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(device)
-
         def cumulative(lengths: tuple[int, ...]) -> Tensor:
-            return rows(np.cumsum((0, *lengths), dtype=np.int32))
+            return torch.from_numpy(np.cumsum((0, *lengths), dtype=np.int32)).to(device)
 
         return OnDevice(
             made,
-            tuple(map(rows, made.sent)),
-            rows(made.sent_rows),
-            tuple(rows(call.keys) for call in made.calls),
             tuple(cumulative(call.lengths_q) for call in made.calls),
             tuple(cumulative(call.lengths_k) for call in made.calls),
         )
@@ -170,7 +161,7 @@ class ContextPlan:
         lines = [*self.reasons, f"balance {self.layout.balance(self.mask):.3f}"]
         tiles = self.layout.tiles(self.mask)
         for rank in range(self.ranks):
-            received = sum(gathered(self.layout, self.mask, rank).received)
+            received = gathered(self.layout, self.mask, rank).rows_received
             lines.append(
                 f"rank {rank}: {self.layout.tokens(rank)} tokens, {tiles[rank]} tiles of 128 x 128,"
                 f" gather receives {received} rows of k and v"

@@ -35,42 +35,75 @@ def test_every_token_lies_on_one_rank_and_cuts_on_multiples_of_a_tile(lengths, c
         assert piece.end % BLOCK == 0 or piece.end == lengths[piece.document]
 
 
-@given(batches, st.integers(1, 5), st.sampled_from(sorted(LAYOUTS)), masks)
-def test_what_a_rank_receives_is_what_others_send_and_holds_all_keys_that_it_sees(
-    lengths, count, name, mask
+@given(batches, st.integers(1, 5), st.sampled_from(sorted(LAYOUTS)), masks, st.booleans())
+def test_what_a_rank_gathers_is_what_others_send_and_holds_all_keys_that_it_sees(
+    lengths, count, name, mask, one_by_one
 ):
     made = LAYOUTS[name](lengths, count, mask)
-    schedules = [gathered(made, mask, rank) for rank in range(count)]
-    most = max(sum(schedule.received) for schedule in schedules)
+    schedules = [gathered(made, mask, rank, one_by_one) for rank in range(count)]
+    held = [rows_of(made, rank) for rank in range(count)]
+    every = [np.full(schedule.count, -1) for schedule in schedules]
+    for schedule, mine, rows in zip(schedules, held, every, strict=True):
+        for own, place in schedule.own:
+            rows[place] = mine[own]
     for rank, schedule in enumerate(schedules):
-        # Ranks that took it for different numbers would call different collectives.
-        assert schedule.most_received == most
-        rows = [rows_of(made, rank)]
+        # Ranks that took them for different numbers would call different collectives.
+        for fact in ("most_received", "rounds", "least_local"):
+            assert getattr(schedule, fact) == getattr(schedules[0], fact)
+        assert schedule.rows_received <= schedule.most_received
         for other, theirs in enumerate(schedules):
-            sent = theirs.sent[rank]
-            assert schedule.received[other] == len(sent)
-            rows.append(rows_of(made, other)[sent])
-        present = [int(row) for part in rows for row in part]
-        check_calls(schedule, made, mask, present)
+            assert len(theirs.sent[rank]) <= schedule.rounds
+            for there, here in zip(theirs.sent[rank], schedule.received[other], strict=True):
+                assert (every[rank][here] == -1).all()
+                every[rank][here] = every[other][there]
+    for rank, schedule in enumerate(schedules):
+        assert (np.diff(every[rank]) > 0).all() and -1 not in every[rank]
+        check_calls(schedule, made, mask, every[rank], held[rank])
 
 
-def check_calls(schedule: Schedule, made, mask: Mask, present: list[int]) -> None:
-    """A call's keys are those that its pieces see, and its mask is the whole's."""
+def check_calls(schedule: Schedule, made, mask: Mask, every, held) -> None:
+    """Calls compute each row once; their keys are those that the rows see; their mask is the
+    whole's."""
+    computed = []
     for call in schedule.calls:
-        found = iter(present[index] for index in call.keys)
-        left, right = call.window
-        for piece, first, keys in zip(call.pieces, call.firsts, call.lengths_k, strict=True):
-            start, length = made.starts[piece.document], made.lengths[piece.document]
-            assert [next(found) for _ in range(keys)] == list(
-                range(start + first, start + first + keys)
-            )
-            # Of the last query, and of the first: where its window begins and ends.
-            for row in (0, len(piece) - 1):
-                diagonal = row + keys - len(piece)
-                begin = 0 if left < 0 else max(0, diagonal - left)
-                end = keys if right < 0 else min(keys, diagonal + right + 1)
-                one = Piece(piece.document, piece.begin + row, piece.begin + row + 1)
-                assert (begin + first, end + first) == mask.keys(one, length)
+        rows, keys = held[call.rows], (held if call.is_local else every)[call.keys]
+        computed += range(call.rows.start, call.rows.stop)
+        begin_q = begin_k = 0
+        pieces = iter(zip(call.pieces, call.firsts, strict=True))
+        for length_q, length_k in zip(call.lengths_q, call.lengths_k, strict=True):
+            if length_q:
+                piece, first = next(pieces)
+                start = made.starts[piece.document]
+                found_q = rows[begin_q : begin_q + length_q] - start
+                found_k = keys[begin_k : begin_k + length_k] - start
+                assert found_q.tolist() == list(range(piece.begin, piece.end))
+                assert found_k.tolist() == list(range(first, first + length_k))
+                check_mask(call.window, piece, first, length_k, mask, made)
+            begin_q, begin_k = begin_q + length_q, begin_k + length_k
+        assert (begin_q, begin_k) == (len(rows), len(keys)) and next(pieces, None) is None
+    assert sorted(computed) == list(range(len(held)))
+
+
+def check_mask(window, piece: Piece, first: int, keys: int, mask: Mask, made) -> None:
+    """Of the last query, and of the first: where its window begins and ends."""
+    (left, right), length = window, made.lengths[piece.document]
+    for row in (0, len(piece) - 1):
+        diagonal = row + keys - len(piece)
+        begin = 0 if left < 0 else max(0, diagonal - left)
+        end = keys if right < 0 else min(keys, diagonal + right + 1)
+        one = Piece(piece.document, piece.begin + row, piece.begin + row + 1)
+        assert (begin + first, end + first) == mask.keys(one, length)
+
+
+def test_what_needs_no_other_rank_is_computed_apart_in_few_calls():
+    lengths = [int(n) for n in np.random.default_rng(0).lognormal(7.0, 1.2, 64)]
+    cut = LAYOUTS["documents"](lengths, 4, CAUSAL)
+    for rank in range(4):
+        calls = gathered(cut, CAUSAL, rank).calls
+        assert calls[0].is_local and len(calls) <= 4
+    far = LAYOUTS["contiguous"]([8192], 4, Mask(1000, 0))
+    inner = [call for call in gathered(far, Mask(1000, 0), 1).calls if call.is_local]
+    assert [call.rows for call in inner] == [slice(1024, 2048)]
 
 
 def test_a_zigzag_of_one_long_document_is_balanced_and_documents_beat_it_on_many():
