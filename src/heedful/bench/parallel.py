@@ -46,7 +46,7 @@ class Case:
 
 
 def cases(ranks: int, seeds: int = 5) -> Iterator[Case]:
-    for each in (8192, 32768):
+    for each in (8192, 16384, 32768):
         yield Case(f"causal, {each} a GPU", (each * ranks,))
     packed = (("gather", "documents"), ("heads", "documents"))
     for seed in range(seeds):
@@ -82,7 +82,7 @@ class Work:
         """Medians in milliseconds: forward, with backward; the same two as graphs. together: all
         ranks begin each call at once."""
         found = []
-        for make in (lambda call: call, _captured):
+        for make in (lambda call: call, captured):
             for call in map(make, (self.forward, self.both)):
                 call()
                 once = torch.tensor(_timed(call, together), device=self._dout.device)
@@ -93,12 +93,12 @@ class Work:
         return found
 
 
-def _captured(call: Callable[[], Any]) -> Callable[[], None]:
+def captured(call: Callable[[], Any]) -> Callable[[], None]:
+    """What replays the call's CUDA graph; other threads may use the GPU meanwhile."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call()
-    # NCCL's own thread asks for events meanwhile.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         call()
     return graph.replay

@@ -4,6 +4,8 @@ Rates are those of H100s and H200s that NVLink joins. On other machines the time
 choice hardly changes: it depends on how many bytes are sent while no kernel runs.
 """
 
+from math import ceil
+
 from heedful.distributed.layouts import BLOCK, Layout, Mask
 from heedful.distributed.schedules import Schedule, gathered
 
@@ -12,6 +14,8 @@ FLOPS = 650e12
 LINK = 250e9
 # A collective's own time, in seconds.
 LATENCY = 30e-6
+# What the host takes for one group of heads, in seconds.
+HOST = 300e-6
 
 
 def head_groups(
@@ -20,17 +24,19 @@ def head_groups(
     dims: tuple[int, int],
     size: int,
     backward: bool = False,
-) -> list[int]:
-    """How many KV heads each group has, in which keys are sent: the first is one head, since
-    nothing runs before it has arrived, unless local calls do. In a backward the last one is too:
-    nothing runs beside its gradients."""
+) -> tuple[list[int], bool]:
+    """How many KV heads each group has, in which keys are sent, and whether the local calls of each
+    rank take longer than all keys. Else the first group is small, since nothing runs before it has
+    arrived, but its kernel runs longer than the host needs for the next. In a backward the last
+    group is one head: nothing runs beside its gradients."""
+    local, remote = (_compute(tiles, heads[0], dims) for tiles in schedule.fewest)
     arrive = schedule.most_received * sum(dims) * size * heads[1] / LINK
+    is_hidden = local >= arrive
     if arrive < LATENCY or heads[1] == 1:
-        return [heads[1]]
-    is_hidden = _compute(schedule.least_local, heads[0], dims) >= arrive
-    ends = [1] * (not is_hidden), [1] * (backward and heads[1] > 2)
-    rest = heads[1] - sum(map(len, ends))
-    return [*ends[0], rest, *ends[1]]
+        return [heads[1]], is_hidden
+    first = heads[1] // 4 if remote == 0 else min(heads[1] // 4, ceil(HOST / remote * heads[1]))
+    ends = [max(1, first)] * (not is_hidden), [1] * (backward and heads[1] > 3)
+    return [*ends[0], heads[1] - sum(ends[0]) - sum(ends[1]), *ends[1]], is_hidden
 
 
 def gather(
@@ -42,8 +48,8 @@ def gather(
     for rank, work in enumerate(layout.tiles(mask)):
         schedule = gathered(layout, mask, rank)
         arrive = schedule.rows_received * sum(dims) * size * heads[1] / LINK
-        first = arrive * head_groups(schedule, heads, dims, size)[0] / heads[1]
-        first = max(0.0, first - _compute(schedule.least_local, heads[0], dims))
+        sizes, is_hidden = head_groups(schedule, heads, dims, size)
+        first = 0.0 if is_hidden else arrive * sizes[0] / heads[1]
         rest = max(_compute(work, heads[0], dims), arrive - first)
         slowest = max(slowest, LATENCY + first + rest)
     return slowest

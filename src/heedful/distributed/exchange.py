@@ -49,11 +49,16 @@ def swap(
     return Transfer(into, work, rows)
 
 
+def takes_lists(group: dist.ProcessGroup | None) -> bool:
+    """Whether the group's backend has an all-to-all of separate tensors."""
+    return dist.get_backend(group) == "nccl"
+
+
 class Exchange:
     """Slices of rows that are on their way between all ranks. sent[r], into[r]: contiguous tensors
-    that rank r gets, or fills, of one dtype and of equal shapes but for dim 0, in the order in which
-    the other has them. rounds: the most that one rank sends to another. Call `wait` before reading
-    `into` or writing `sent`."""
+    that rank r gets, or fills, of one dtype and of equal shapes but for dim 0, in the same order on
+    both. rounds: the most that one rank sends to another. like: a tensor of such rows. Call `wait`
+    before reading `into` or writing `sent`."""
 
     def __init__(
         self,
@@ -64,7 +69,7 @@ class Exchange:
         like: Tensor,
     ):
         self._sent, self._into, self._transfer, self._works = sent, into, None, []
-        if rounds <= ROUNDS and dist.get_backend(group) == "nccl":
+        if rounds <= ROUNDS and takes_lists(group):
             # Straight from and to where the rows belong.
             none = like[:0]
             for index in range(rounds):
@@ -75,8 +80,8 @@ class Exchange:
                 self._works.append(dist.all_to_all(outs, ins, group=group, async_op=True))
         else:
             flat = [like[:0], *(rows for theirs in sent for rows in theirs)]
-            counts = [[sum(map(len, theirs)) for theirs in parts] for parts in (sent, into)]
-            self._transfer = swap(group, torch.cat(flat), *counts)
+            gone, come = ([sum(map(len, theirs)) for theirs in parts] for parts in (sent, into))
+            self._transfer = swap(group, torch.cat(flat), gone, come)
 
     def wait(self) -> None:
         """On a GPU the current stream waits, not the host."""
@@ -85,8 +90,8 @@ class Exchange:
         if self._transfer is not None:
             into = [rows for theirs in self._into for rows in theirs]
             if into:
-                parts = self._transfer.wait().split(list(map(len, into)))
-                torch._foreach_copy_(into, parts)
+                copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+                copy(into, self._transfer.wait().split(list(map(len, into))))
         self._works, self._transfer = [], None
 
 

@@ -6,9 +6,8 @@ Every query meets all its keys in one call: nothing is merged, and a sink enters
 keys and values travel back, and are summed, in float32.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,6 +20,9 @@ from heedful.distributed.plan import ContextPlan, OnDevice
 from heedful.distributed.schedules import Call
 from heedful.torch import attention_backward, flash_attn_func, flash_attn_varlen_func
 
+# Cycles by which a transfer's kernel is ahead of one of attention: 8 microseconds.
+HEAD_START = 15_000
+
 
 @dataclass(frozen=True)
 class Group:
@@ -30,56 +32,44 @@ class Group:
     queries: slice
 
 
-def groups(q: Tensor, k: Tensor, v: Tensor, on: OnDevice, backward: bool = False) -> list[Group]:
-    """KV heads in groups; one where nothing runs beside a transfer."""
+def groups(
+    q: Tensor, k: Tensor, v: Tensor, on: OnDevice, backward: bool
+) -> tuple[list[Group], bool]:
+    """KV heads in groups, one where nothing runs beside a transfer; and whether local calls hide
+    the first one's."""
     heads = q.shape[1], k.shape[1]
-    sizes = [heads[1]]
+    sizes, is_hidden = [heads[1]], True
     if q.device.type == "cuda":
         dims = k.shape[-1], v.shape[-1]
-        sizes = head_groups(on.schedule, heads, dims, k.itemsize, backward)
+        sizes, is_hidden = head_groups(on.schedule, heads, dims, k.itemsize, backward)
     each, begin, found = heads[0] // heads[1], 0, []
     for size in sizes:
         end = begin + size
         found.append(Group(slice(begin, end), slice(begin * each, end * each)))
         begin = end
-    return found
+    return found, is_hidden
 
 
-class Lanes:
-    """Two streams on which parts of a step take turns: the next part's work tiles fill the SMs that
-    the last work tiles of a part leave idle. On a CPU there are none."""
-
-    def __init__(self, device: torch.device):
-        self._streams: list[torch.cuda.Stream] = []
-        self._mark: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._streams = [torch.cuda.current_stream(device), _second_stream(device)]
-            self._streams[1].wait_stream(self._streams[0])
-
-    def turn(self, index: int) -> AbstractContextManager:
-        """In it, work goes to the stream of this turn; turn 0 is that of the caller's stream."""
-        return torch.cuda.stream(self._streams[index % 2]) if self._streams else nullcontext()
-
-    def mark(self) -> None:
-        """What the current stream has been given is what `after_mark` waits for."""
-        self._mark = torch.cuda.current_stream().record_event() if self._streams else None
-
-    def after_mark(self) -> None:
-        """The current stream waits for what was marked."""
-        if self._mark is not None:
-            torch.cuda.current_stream().wait_event(self._mark)
-
-    def join(self) -> None:
-        """The caller's stream waits for the other, which waits for it: what either allocated may
-        be freed."""
-        if self._streams:
-            self._streams[0].wait_stream(self._streams[1])
-            self._streams[1].wait_stream(self._streams[0])
+def side_by_side(parts: list[Tensor], out: Tensor) -> None:
+    """Copies what two tensors have for each row and head into one of `out`."""
+    words = [_wide(x) for x in (*parts, out)]
+    if len({x.dtype for x in words}) > 1:
+        words = [*parts, out]
+    torch.cat(words[:-1], dim=-1, out=words[-1])
 
 
-@lru_cache(maxsize=None)
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _copy(into: Tensor, rows: Tensor) -> None:
+    words = _wide(into), _wide(rows)
+    same = words[0].dtype == words[1].dtype
+    words[0].copy_(words[1]) if same else into.copy_(rows)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """x as words of 8 bytes, if it can be: copies of rows with gaps take an element at a time."""
+    ratio = 8 // x.itemsize
+    steps = *x.stride()[:-1], x.shape[-1], x.storage_offset()
+    fits = x.stride(-1) == 1 and not any(step % ratio for step in steps)
+    return x.view(torch.int64) if fits else x
 
 
 class Keys:
@@ -87,11 +77,12 @@ class Keys:
 
     def __init__(self, k: Tensor, v: Tensor, group: Group, made: ContextPlan, on: OnDevice):
         schedule = on.schedule
-        own = k[:, group.keys], v[:, group.keys]
         self.group, self._dims = group, (k.shape[-1], v.shape[-1])
-        self.rows = k.new_empty((schedule.count, own[0].shape[1], sum(self._dims)))
+        count = group.keys.stop - group.keys.start
+        self.rows = k.new_empty((schedule.count, count, sum(self._dims)))
         for rows, place in schedule.own:
-            torch.cat([x[rows] for x in own], dim=-1, out=self.rows[place])
+            own = [x[rows, group.keys] for x in (k, v)]
+            side_by_side(own, self.rows[place])
         sent, received = (
             [[self.rows[run] for run in theirs] for theirs in parts]
             for parts in (schedule.sent, schedule.received)
@@ -113,31 +104,32 @@ class KeyGradients:
 
     def __init__(self, keys: Keys, made: ContextPlan, on: OnDevice):
         self._keys, self._made, self._on = keys, made, on
-        self._is_empty = True
-        self.sums = torch.empty_like(keys.rows, dtype=torch.float32)
+        self._sums: Tensor | None = None
+
+    @property
+    def sums(self) -> Tensor:
+        if self._sums is None:
+            self._sums = torch.zeros_like(self._keys.rows, dtype=torch.float32)
+        return self._sums
 
     def add(self, rows: slice, dk: Tensor, dv: Tensor) -> None:
-        """Adds what a call found. The first call's are often all rows'."""
-        sums = self.sums[rows].split((dk.shape[-1], dv.shape[-1]), -1)
-        if self._is_empty and len(dk) < len(self.sums):
-            self.sums.zero_()
-            self._is_empty = False
-        for total, part in zip(sums, (dk, dv), strict=True):
-            total.copy_(part) if self._is_empty else total.add_(part)
-        self._is_empty = False
+        """Adds what a call found. The first call's rows are often all."""
+        part = dk.new_empty((*dk.shape[:-1], dk.shape[-1] + dv.shape[-1]))
+        side_by_side([dk, dv], part)
+        if self._sums is None and len(part) == len(self._keys.rows):
+            self._sums = part.float()
+        else:
+            self.sums[rows] += part
 
     def send(self) -> None:
         """Begins to send what belongs to others."""
-        if self._is_empty:
-            self.sums.zero_()
-        schedule = self._on.schedule
-        shape = self.sums.shape[1:]
+        sums, schedule = self.sums, self._on.schedule
         self._parts = [
-            [self.sums.new_empty((run.stop - run.start, *shape)) for run in theirs]
+            [sums.new_empty((run.stop - run.start, *sums.shape[1:])) for run in theirs]
             for theirs in schedule.sent
         ]
-        sent = [[self.sums[run] for run in theirs] for theirs in schedule.received]
-        self._exchange = Exchange(self._made.group, sent, self._parts, schedule.rounds, self.sums)
+        sent = [[sums[run] for run in theirs] for theirs in schedule.received]
+        self._exchange = Exchange(self._made.group, sent, self._parts, schedule.rounds, sums)
 
     def finish(self, dk: Tensor, dv: Tensor) -> None:
         """Adds what others send, one rank after the other, to this rank's rows of dk and dv, which
@@ -177,19 +169,30 @@ def _arguments(options: dict[str, Any], on: OnDevice, index: int, group: Group) 
 
 def _parts(
     q: Tensor, k: Tensor, v: Tensor, made: ContextPlan, on: OnDevice, backward: bool = False
-) -> list[tuple[Group, Keys | None, list[int]]]:
-    """What a step does one after the other: heads, their keys, which are on their way if they are
-    not this rank's, and the calls."""
+) -> Iterator[tuple[Group, Keys | None, list[int]]]:
+    """What a step does one after the other: heads, their keys, which have arrived, or None if they
+    are this rank's, and the calls, which may be none: others wait for gradients all the same."""
     calls = on.schedule.calls
-    local = [index for index, call in enumerate(calls) if call.is_local]
-    remote = list(range(len(local), len(calls)))
-    keys = []
+    count = sum(call.is_local for call in calls)
+    local = Group(slice(0, k.shape[1]), slice(0, q.shape[1])), None, list(range(count))
+    keys, is_hidden = [], True
     if on.schedule.most_received:
         # All are asked for before the first kernel, whose work tiles take all SMs.
-        keys = [Keys(k, v, group, made, on) for group in groups(q, k, v, on, backward)]
-    whole = Group(slice(0, k.shape[1]), slice(0, q.shape[1]))
-    first = [(whole, None, local)] if local else []
-    return [*first, *((found.group, found, remote) for found in keys)]
+        told, is_hidden = groups(q, k, v, on, backward)
+        keys = [Keys(k, v, group, made, on) for group in told]
+    remote = list(range(count, len(calls)))
+    parts: list[tuple[Group, Keys | None, list[int]]]
+    parts = [(found.group, found, remote) for found in keys]
+    if count:
+        parts.insert(0 if is_hidden else 1, local)
+    for index, part in enumerate(parts):
+        if part[1] is not None:
+            part[1].wait()
+        if q.device.type == "cuda" and keys and index < len(parts) - 1:
+            # A kernel of this part and a transfer that is next may begin now. The transfer, which
+            # takes few SMs, must be first: it would wait for the kernel's last work tile.
+            torch.cuda._sleep(HEAD_START)
+        yield part
 
 
 def forward(
@@ -198,23 +201,18 @@ def forward(
     """out and lse of this rank's queries."""
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     lse = torch.empty((q.shape[1], len(q)), dtype=torch.float32, device=q.device)
-    parts = _parts(q, k, v, made, on)
-    lanes = Lanes(q.device)
-    for turn, (group, keys, indices) in enumerate(parts):
-        with lanes.turn(turn):
-            if keys is not None:
-                keys.wait()
-            for index in indices:
-                call, heads = on.schedule.calls[index], group.queries
-                given = q[call.rows, heads], *_keys_of(call, keys, k, v)
-                more = _arguments(options, on, index, group) | {"return_lse": True}
-                place = out[call.rows, heads]
-                if len(call.lengths_q) > 1:
-                    found = flash_attn_varlen_func(*given, **more, out=place)[1]
-                else:
-                    found = flash_attn_func(*(x[None] for x in given), **more, out=place[None])[1]
-                lse[heads, call.rows] = found
-    lanes.join()
+    for group, keys, indices in _parts(q, k, v, made, on):
+        for index in indices:
+            call, heads = on.schedule.calls[index], group.queries
+            given = q[call.rows, heads], *_keys_of(call, keys, k, v)
+            more: dict[str, Any] = _arguments(options, on, index, group)
+            place = out[call.rows, heads]
+            if len(call.lengths_q) > 1:
+                found = flash_attn_varlen_func(*given, **more, out=place, return_lse=True)[1]
+            else:
+                dense: Any = [x[None] for x in given]
+                found = flash_attn_func(*dense, **more, out=place[None], return_lse=True)[1]
+            lse[heads, call.rows] = found
     return out, lse
 
 
@@ -234,45 +232,35 @@ def backward(
     q, k, v, out, lse = saved
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dsinks: list[tuple[slice, Tensor]] = []
-    sums: dict[int, KeyGradients] = {}
-    parts = _parts(q, k, v, made, on, backward=True)
-    lanes = Lanes(q.device)
-
-    def finish(turn: int) -> None:
-        if turn in sums:
-            lanes.after_mark()
-            sums.pop(turn).finish(dk, dv)
-
-    for turn, (group, keys, indices) in enumerate(parts):
-        with lanes.turn(turn):
-            finish(turn - 2)
-            if keys is not None:
-                keys.wait()
-                sums[turn] = KeyGradients(keys, made, on)
-            for index in indices:
-                call, heads = on.schedule.calls[index], group.queries
-                more = _arguments(options, on, index, group)
-                more["dlse"] = None if dlse is None else dlse[heads, call.rows]
-                given = [x[call.rows, heads] for x in (dout, q)]
-                given += [*_keys_of(call, keys, k, v), out[call.rows, heads], lse[heads, call.rows]]
-                found = _differentiated(given, more)
-                dq[call.rows, heads] = found.dq
-                if keys is None:
-                    dk[call.keys], dv[call.keys] = found.dk, found.dv
-                else:
-                    sums[turn].add(call.keys, found.dk, found.dv)
-                if found.dsink is not None:
-                    dsinks.append((heads, found.dsink))
-            if keys is None:
-                lanes.mark()
+    sent: list[KeyGradients] = []
+    for group, keys, indices in _parts(q, k, v, made, on, backward=True):
+        sums = None if keys is None else KeyGradients(keys, made, on)
+        queries = []
+        for index in indices:
+            call, heads = on.schedule.calls[index], group.queries
+            more = _arguments(options, on, index, group)
+            more["dlse"] = None if dlse is None else dlse[heads, call.rows]
+            given = [x[call.rows, heads] for x in (dout, q)]
+            given += [*_keys_of(call, keys, k, v), out[call.rows, heads], lse[heads, call.rows]]
+            found = _differentiated(given, more)
+            queries.append((dq[call.rows, heads], found.dq))
+            if sums is None:
+                dk[call.keys], dv[call.keys] = found.dk, found.dv
             else:
-                sums[turn].send()
-    held = list(sums.values())
-    for turn in range(len(parts)):
-        with lanes.turn(turn):
-            finish(turn)
-    lanes.join()
-    del held
+                sums.add(call.keys, found.dk, found.dv)
+            if found.dsink is not None:
+                dsinks.append((heads, found.dsink))
+        if sums is not None:
+            sums.send()
+        for into, rows in queries:
+            _copy(into, rows)
+        if sums is not None:
+            # The one before has arrived meanwhile.
+            for earlier in sent:
+                earlier.finish(dk, dv)
+            sent = [sums]
+    for last in sent:
+        last.finish(dk, dv)
     return dq, dk, dv, _summed(dsinks, options.get("sink"))
 
 

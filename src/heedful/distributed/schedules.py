@@ -36,8 +36,8 @@ class Schedule:
     count: how many rows that are. own: (rows of this rank, where they lie among the gathered),
     slices; sent[r], received[r]: slices of the gathered rows that rank r gets, or gives. calls:
     what it computes, local ones first. The same on each rank: rounds, the most slices that one
-    sends to another; most_received, the most rows that one gets; least_local, the fewest tiles of
-    local calls that one has.
+    sends to another; most_received, the most rows that one gets; fewest, the fewest tiles of local
+    calls that one has, and of the others.
     """
 
     count: int
@@ -47,7 +47,7 @@ class Schedule:
     calls: tuple[Call, ...]
     rounds: int
     most_received: int
-    least_local: int
+    fewest: tuple[int, int]
 
     @property
     def rows_received(self) -> int:
@@ -82,11 +82,17 @@ def gathered(layout: Layout, mask: Mask, rank: int, one_by_one: bool = False) ->
         ),
         rounds=max(len(runs) for theirs in crossing for runs in theirs),
         most_received=max(sum(len(run) for a in ranks for run in crossing[a][r]) for r in ranks),
-        least_local=min(
-            sum(mask.tiles(piece, layout.lengths[piece.document]) for piece in theirs)
-            for theirs, _ in pieces
+        fewest=(
+            _fewest(layout, mask, [a for a, _ in pieces]),
+            _fewest(layout, mask, [b for _, b in pieces]),
         ),
     )
+
+
+def _fewest(layout: Layout, mask: Mask, pieces: list[list[Piece]]) -> int:
+    """The fewest tiles of any rank. pieces: of each."""
+    lengths = layout.lengths
+    return min(sum(mask.tiles(piece, lengths[piece.document]) for piece in p) for p in pieces)
 
 
 def _at(place: np.ndarray, run: range) -> slice:

@@ -2,14 +2,17 @@
 
 import re
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from heedful.distributed import ContextPlan, attention, plan
 from support.problems import budget
-from support.problems.cases import Built, build
+from support.problems.budget import Results
+from support.problems.cases import Built, Case, build
 from support.runs.context import CASES, computed
 from support.runs.ranks import Ranks
 
@@ -51,6 +54,37 @@ def whole(name: str) -> Built:
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_compute_what_one_process_does(groups, name, count, strategy, layout):
     found, *_ = groups(count).run(computed, CASES[name], strategy, layout)
+    budget.check(whole(name), found)
+
+
+def in_groups(rank: int, count: int, case: Case, layout: str) -> Results | None:
+    """`computed` as on GPUs: KV heads in two groups, rows sent from and to where they belong."""
+    from heedful.distributed import exchange, gather
+
+    def all_to_all(into, sent, group, async_op) -> Any:
+        peers = [peer for peer in range(count) if peer != rank]
+        ops = [dist.P2POp(dist.irecv, into[peer], peer) for peer in peers if len(into[peer])]
+        ops += [dist.P2POp(dist.isend, sent[peer], peer) for peer in peers if len(sent[peer])]
+        works = dist.batch_isend_irecv(ops) if ops else []
+        return SimpleNamespace(wait=lambda: [work.wait() for work in works])
+
+    def groups(*_: Any) -> tuple[list[gather.Group], bool]:
+        return [gather.Group(slice(n, n + 1), slice(4 * n, 4 * n + 4)) for n in range(2)], False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather, "groups", groups)
+        patch.setattr(exchange, "takes_lists", lambda group: True)
+        patch.setattr(exchange, "ROUNDS", 9)
+        patch.setattr(exchange.dist, "all_to_all", all_to_all)
+        return computed(rank, count, case, "gather", layout)
+
+
+@pytest.mark.parametrize(("count", "layout"), [(2, "documents"), (4, "zigzag"), (2, "contiguous")])
+@pytest.mark.parametrize("name", ["window both ways", "sink", "dropout"])
+def test_heads_in_groups_and_rows_that_are_sent_in_place_change_nothing(
+    groups, name, count, layout
+):
+    found, *_ = groups(count).run(in_groups, CASES[name], layout)
     budget.check(whole(name), found)
 
 

@@ -48,7 +48,7 @@ def test_what_a_rank_gathers_is_what_others_send_and_holds_all_keys_that_it_sees
             rows[place] = mine[own]
     for rank, schedule in enumerate(schedules):
         # Ranks that took them for different numbers would call different collectives.
-        for fact in ("most_received", "rounds", "least_local"):
+        for fact in ("most_received", "rounds", "fewest"):
             assert getattr(schedule, fact) == getattr(schedules[0], fact)
         assert schedule.rows_received <= schedule.most_received
         for other, theirs in enumerate(schedules):

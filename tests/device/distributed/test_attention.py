@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from heedful.bench.parallel import captured
+from heedful.distributed import attention, plan
 from support.problems import budget
 from support.problems.cases import build
 from support.runs.context import CASES, computed
@@ -31,3 +33,31 @@ def test_gpus_compute_what_the_oracle_does(ranks, name, dim, strategy, layout):
     case = replace(CASES[name], head_dim=dim, head_dim_v=dim, dtype="bfloat16")
     found, *_ = ranks.run(computed, case, strategy, layout, "cuda")
     budget.check(build(case), found)
+
+
+def replayed(rank: int, count: int, strategy: str, lengths: list[int]) -> list[bool]:
+    """Whether a graph that was captured with other values gives the bits of a step."""
+    made = plan(lengths=lengths, heads_q=16, heads_k=8, head_dim=64, strategy=strategy)
+    shapes = [(made.tokens, heads, 64) for heads in (16, 8, 8, 16)]
+    q, k, v, dout = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    kept: list[tuple[torch.Tensor, ...]] = []
+
+    def step() -> None:
+        out = attention(*leaves, made, causal=True, deterministic=True)
+        kept[:] = [(out.detach(), *torch.autograd.grad(out, leaves, dout))]
+
+    replay = captured(step)
+    found = kept[0]
+    for x in (*leaves, dout):
+        x.data.normal_()
+    replay()
+    step()
+    return [torch.equal(x, y) for x, y in zip(found, kept[0], strict=True)]
+
+
+@pytest.mark.parametrize("strategy", ["gather", "heads"])
+@pytest.mark.parametrize("lengths", [[16384], [9000, 400, 2000, 3000, 1984]], ids=["one", "five"])
+def test_a_replayed_graph_of_a_step_gives_its_bits(ranks, strategy, lengths):
+    for found in ranks.run(replayed, strategy, lengths):
+        assert all(found)
