@@ -94,7 +94,7 @@ class Work:
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], None]:
-    """What replays the call's CUDA graph; other threads may use the GPU meanwhile."""
+    """Captures a call, and returns the replay of its CUDA graph; other threads may use the GPU meanwhile."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -14,7 +14,7 @@ FLOPS = 650e12
 LINK = 250e9
 # A collective's own time, in seconds.
 LATENCY = 30e-6
-# What the host takes for one group of heads, in seconds.
+# Seconds of the host for one group of heads.
 HOST = 300e-6
 
 

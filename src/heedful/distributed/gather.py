@@ -170,8 +170,9 @@ def _arguments(options: dict[str, Any], on: OnDevice, index: int, group: Group) 
 def _parts(
     q: Tensor, k: Tensor, v: Tensor, made: ContextPlan, on: OnDevice, backward: bool = False
 ) -> Iterator[tuple[Group, Keys | None, list[int]]]:
-    """What a step does one after the other: heads, their keys, which have arrived, or None if they
-    are this rank's, and the calls, which may be none: others wait for gradients all the same."""
+    """The parts of a step, one after the other: heads, their keys, which have arrived, or None if
+    they are this rank's, and the calls, which may be none: others wait for gradients all the
+    same."""
     calls = on.schedule.calls
     count = sum(call.is_local for call in calls)
     local = Group(slice(0, k.shape[1]), slice(0, q.shape[1])), None, list(range(count))
