@@ -94,7 +94,8 @@ class Work:
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], None]:
-    """Captures a call, and returns the replay of its CUDA graph; other threads may use the GPU meanwhile."""
+    """Captures a call, and returns the replay of its CUDA graph. Meanwhile other threads may use
+    the GPU."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
