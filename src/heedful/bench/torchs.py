@@ -62,6 +62,12 @@ SHAPES = [
 SMALL = Shape(1, 128, 8, 8, 64, True)
 
 
+def _turned(qkv: tuple[Tensor, ...], needs_grad: bool) -> tuple[Tensor, ...]:
+    """The same memory with heads before rows. Leaves, as ours are: a backward would pass through
+    the views' own nodes otherwise, which take as long as a call."""
+    return tuple([x.detach().transpose(1, 2).requires_grad_(needs_grad) for x in qkv])
+
+
 def ours(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """Attention of (batch, rows, heads, dim)."""
     return flash_attn_func(q, k, v, causal=causal)
@@ -134,7 +140,7 @@ class Host(protocol.HostTimed[int, dict[str, list[Callable]]]):
     def _rows(self) -> Iterator[tuple[str, list[Callable]]]:
         for words, needs_grad in (("", False), (", with gradients", True)):
             sets = [SMALL.draw(self.device, needs_grad) for _ in range(self.case)]
-            turned = [tuple([x.transpose(1, 2) for x in qkv]) for qkv in sets]
+            turned = [_turned(qkv, needs_grad) for qkv in sets]
             calls = {OURS: (ours, sets), TORCHS: (heads_first, turned)}
             if self.device.type == "cuda":
                 calls[OPERATOR] = operator, turned
@@ -144,7 +150,7 @@ class Host(protocol.HostTimed[int, dict[str, list[Callable]]]):
                     kept = [_call(function, qkv, True, True) for qkv in tensors]
                     yield name + ", backward", kept
         sets = [SMALL.draw(self.device, False) for _ in range(self.case)]
-        turned = [tuple([x.transpose(1, 2) for x in qkv]) for qkv in sets]
+        turned = [_turned(qkv, False) for qkv in sets]
         yield SCOPE, [partial(heads_first, *qkv, True) for qkv in turned]
 
     def peers(self) -> dict[str, protocol.Maker]:

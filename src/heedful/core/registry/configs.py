@@ -329,7 +329,7 @@ ROWS: list[ConfigRow] = [
     _hopper_backward(64, (64, 128, 4, 2), where.holds_more_in_order, _FITS, draws=True),
     _hopper_backward(64, (128, 128, 4, 2), where.in_order, _FITS, draws=True, splits=0),
     _hopper_backward(128, (64, 128, 4, 2), where.in_order, _FITS, draws=True, splits=0),
-    _hopper_backward(64, (64, 128, 4, 2), where.holds_more, _FITS, **_DRAWN),
+    _hopper_backward(64, (64, 128, 4, 3), where.holds_more, _FITS, dout_stages=3, **_DRAWN),
     _hopper_backward(64, (128, 128, 4, 2), **_DRAWN),
     _hopper_backward(128, (64, 128, 4, 2), **_DRAWN),
     _hopper_backward(

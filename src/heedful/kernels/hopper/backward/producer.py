@@ -122,14 +122,13 @@ def load_dout(io, shared, params, tile, blocks, numbers, following, state, far_p
         delta_M = delta_M * scale_M
         factors.store(scale_M)
     shared.delta.index(state.index).store(delta_M)
-    # ptxas: up to the TMA load, near and far tiles take one path, and these loads are issued before
-    # it. With a path for each, they come after it.
-    numbers = queries_of(io, params, tile, blocks, following)
     rows = ring.boxes.index(state.index)
     loaded = ring.full.index(gl.where(is_far_tile, state.stages, state.index))
     mbarrier.expect(loaded, desc.block_type.nbytes)
     coordinates = box(PACKED, tile.batch, head, tile.seq.token_q, tile.seq.stored_q, row)
     tma_load(desc, coordinates, loaded, rows)
+    # After the TMA load: a stage that fills late is waited for, numbers have a visit's time.
+    numbers = queries_of(io, params, tile, blocks, following)
     if is_far_tile:
         barrier.wait(loaded, far_phase)
         scale_rows(rows, factors)
