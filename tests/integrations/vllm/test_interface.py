@@ -26,6 +26,12 @@ def ours(module: str, name: str) -> type:
     return getattr(importlib.import_module(f"{vllm_stub.OURS}.{module}"), name)
 
 
+def members(made: type) -> dict:
+    """What it and its bases of ours have."""
+    classes = [each for each in made.__mro__ if each.__module__.startswith(vllm_stub.OURS)]
+    return {name: member for each in reversed(classes) for name, member in vars(each).items()}
+
+
 def recorded(made: type) -> list[dict]:
     """What is recorded of its bases, the nearest first."""
     return [CLASSES[base.__name__] for base in made.__mro__[1:] if base.__name__ in CLASSES]
@@ -41,7 +47,7 @@ def theirs(made: type, name: str) -> str | None:
 def test_methods_have_the_recorded_parameters(module, name):
     made = ours(module, name)
     checked = 0
-    for method, own in vars(made).items():
+    for method, own in members(made).items():
         text = theirs(made, method)
         if text is None or method in ("__new__", "__doc__", "__module__"):
             continue
@@ -70,7 +76,7 @@ def test_nothing_abstract_is_left_and_attributes_are_known(module, name):
     made = ours(module, name)
     assert not getattr(made, "__abstractmethods__", ())
     known = {x for facts in recorded(made) for x in facts.get("attributes", {})}
-    own = {n for n, x in vars(made).items() if not callable(x) and not hasattr(x, "__func__")}
+    own = {n for n, x in members(made).items() if not callable(x) and not hasattr(x, "__func__")}
     of_a_class = {n for n in own if n[:1] != "_" or n == "_cudagraph_support"}
     if name != "HeedfulMetadata":
         assert of_a_class <= known

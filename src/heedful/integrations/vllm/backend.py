@@ -20,28 +20,24 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
-    MultipleOf,
 )
 
 from heedful import flash_attn_varlen_func
+from heedful.integrations.vllm.answers import CACHE_DTYPES, Answers
 from heedful.integrations.vllm.paths import count
-from heedful.integrations.vllm.planned import E4M3, STORED, why_not
+from heedful.integrations.vllm.planned import E4M3, why_not
 from heedful.torch.eager.slots import append_slots
 
-DTYPES = [torch.float16, torch.bfloat16]
-CACHE_DTYPES = ["auto", *STORED]
 _LARGEST_HEAD = 512
 # Upper bounds of lengths of keys are rounded up to multiples of this: a bound that changed with
 # each token would make each call a new one.
 _BOUND = 256
 
 
-class HeedfulBackend(AttentionBackend):
+class HeedfulBackend(Answers, AttentionBackend):
     """Answers vLLM's questions before it makes a layer, which it refuses where something is not
     served."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = DTYPES
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = CACHE_DTYPES
     forward_includes_kv_cache_update: bool = False
     supports_kv_cache_update_bypass: bool = True
 
@@ -56,10 +52,6 @@ class HeedfulBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type["HeedfulMetadataBuilder"]:
         return HeedfulMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -82,30 +74,8 @@ class HeedfulBackend(AttentionBackend):
         return True
 
     @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        # Grids follow from the longest query that the host knows of.
-        return False
-
-    @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type in _SERVED
-
-    @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: Any,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: Any,
-    ) -> str | None:
-        """The planner's reason against the layer, if there is one."""
-        facts = head_size, head_size, dtype, kv_cache_dtype, block_size, has_sink
-        return why_not(*facts, device_capability, latent=False)
 
 
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)

@@ -15,30 +15,27 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from heedful import flash_attn_varlen_func, flash_attn_with_kvcache
+from heedful.integrations.vllm.answers import Answers
 from heedful.integrations.vllm.backend import (
-    CACHE_DTYPES,
-    DTYPES,
     check_planned,
     check_served,
     own_scale,
     refuse,
 )
 from heedful.integrations.vllm.paths import count
-from heedful.integrations.vllm.planned import E4M3, why_not
+from heedful.integrations.vllm.planned import E4M3
 from heedful.torch.eager.slots import append_slots
 
-_ROTARY = 64  # The columns of a latent vector that are key alone.
 
-
-class HeedfulMLABackend(MLACommonBackend):
+class HeedfulMLABackend(Answers, MLACommonBackend):
     """Answers vLLM's questions before it makes a layer of latent attention."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = DTYPES
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = CACHE_DTYPES
+    # Those for rotary positions.
+    _keys_alone: ClassVar[int] = 64
 
     @staticmethod
     def get_name() -> str:
@@ -51,31 +48,6 @@ class HeedfulMLABackend(MLACommonBackend):
     @staticmethod
     def get_builder_cls() -> type["HeedfulMLABuilder"]:
         return HeedfulMLABuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: Any,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: Any,
-    ) -> str | None:
-        """The planner's reason why not."""
-        facts = head_size, head_size - _ROTARY, dtype, kv_cache_dtype, block_size, has_sink
-        return why_not(*facts, device_capability, latent=True)
 
 
 class HeedfulMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
