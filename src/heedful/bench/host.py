@@ -75,11 +75,12 @@ def _rows(device: torch.device, sets: int) -> Iterator[tuple[str, Known]]:
         q, k, v = (drawn(SEQUENCES, 1, HEADS, DIM) for _ in "qkv")
         steps.append((q, k_cache, v_cache))
         appended.append((q, k_cache, v_cache, k, v))
-    step, how = flash_attn_with_kvcache, {"cache_seqlens": lengths, "block_table": table}
-    yield "decode over pages", Known(_calls(step, steps, **how, causal=True), "sdpa")
-    yield "decode, appended", Known(_calls(step, appended, **how, causal=True), "sdpa")
-    how |= {"rotary_cos": cos, "rotary_sin": sin}
-    yield "decode, appended with rotary", Known(_calls(step, appended, **how, causal=True), "sdpa")
+    step, cache = flash_attn_with_kvcache, {"cache_seqlens": lengths, "block_table": table}
+    yield "decode over pages", Known(_calls(step, steps, **cache, causal=True), "sdpa")
+    yield "decode, appended", Known(_calls(step, appended, **cache, causal=True), "sdpa")
+    cache |= {"rotary_cos": cos, "rotary_sin": sin}
+    rotated = _calls(step, appended, **cache, causal=True)
+    yield "decode, appended with rotary", Known(rotated, "sdpa")
 
 
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -113,7 +114,7 @@ def measure(
     trial = Trial(sets, device)
     trial.enter_all()
     times = trial.times(rounds)
-    us = {name: statistics.median(own) for name, own in times.items()}
+    us = {name: statistics.median(turns) for name, turns in times.items()}
     beside = {name: row.beside for name, row in trial.tensors.items() if row.beside}
     over = {name: timing.ratios(times[name], times[other]).median for name, other in beside.items()}
     return us, over

@@ -55,9 +55,9 @@ def attention(name: str, causal: bool) -> Callable[..., Any]:
     """(q, k, v) to the output, under JAX: "heedful", or an implementation of JAX's own."""
     if name == "heedful":
         return lambda q, k, v: heedful.jax.flash_attn_func(q, k, v, causal=causal)
-    own: Any = name
+    implementation: Any = name
     return lambda q, k, v: jax.nn.dot_product_attention(
-        q, k, v, is_causal=causal, implementation=own
+        q, k, v, is_causal=causal, implementation=implementation
     )
 
 
@@ -168,9 +168,9 @@ class Measured(NamedTuple):
 
 @dataclass(kw_only=True)
 class Trial(protocol.Timed[Case, list[Inputs]]):
-    """PyTorch's calls, ours under JAX, and those of `own`, an implementation of JAX's."""
+    """PyTorch's calls, ours under JAX, and those of `of_jax`, an implementation of JAX's."""
 
-    own: str
+    of_jax: str
     launches: dict[str, Spent] = field(default_factory=dict, init=False)
 
     def draw(self) -> list[Inputs]:
@@ -181,9 +181,9 @@ class Trial(protocol.Timed[Case, list[Inputs]]):
         return Checker(self.case, self.tensors[0])
 
     def peers(self) -> dict[str, protocol.Maker]:
-        given = (self.case, self.tensors)
-        ways = {name: partial(in_jax, name, *given) for name in ("heedful", self.own)}
-        return {"PyTorch": partial(in_torch, *given), "JAX": ways.pop("heedful"), **ways}
+        arguments = (self.case, self.tensors)
+        ways = {name: partial(in_jax, name, *arguments) for name in ("heedful", self.of_jax)}
+        return {"PyTorch": partial(in_torch, *arguments), "JAX": ways.pop("heedful"), **ways}
 
     def probe(self, name: str, call: Way) -> None:
         self.inspect(name, call.first())
@@ -200,9 +200,9 @@ class Trial(protocol.Timed[Case, list[Inputs]]):
         return self.launches[name].us
 
 
-def measure(case: Case, device: torch.device, own: str, rounds: int = ROUNDS) -> Measured:
+def measure(case: Case, device: torch.device, of_jax: str, rounds: int = ROUNDS) -> Measured:
     """The ways that are right."""
-    trial = Trial(case, device, own=own)
+    trial = Trial(case, device, of_jax=of_jax)
     trial.enter_all()
     return Measured(trial.times(rounds), trial.launches, trial.missing)
 
@@ -211,7 +211,7 @@ def measure(case: Case, device: torch.device, own: str, rounds: int = ROUNDS) ->
 class Dispatch(protocol.HostTimed[Case, list[tuple]]):
     """The host time until a jitted call returns, with gradients and without."""
 
-    own: str
+    of_jax: str
     sets: int
 
     def draw(self) -> list[tuple]:
@@ -220,7 +220,7 @@ class Dispatch(protocol.HostTimed[Case, list[tuple]]):
 
     def peers(self) -> dict[str, protocol.Maker]:
         made = {}
-        for name in ("heedful", self.own):
+        for name in ("heedful", self.of_jax):
             attend = attention(name, self.case.problem.mask.causal)
 
             def loss(q, k, v, attend=attend):
@@ -238,33 +238,33 @@ class Dispatch(protocol.HostTimed[Case, list[tuple]]):
 
 
 def dispatch(
-    device: torch.device, own: str, rounds: int = HOST_ROUNDS, sets: int = HOST_SETS
+    device: torch.device, of_jax: str, rounds: int = HOST_ROUNDS, sets: int = HOST_SETS
 ) -> protocol.Times:
     """Microseconds of the host by way: what a jitted call takes to return."""
     case = next(case for case in cases("overhead") if case.direction == "forward")
-    trial = Dispatch(case, device, own=own, sets=sets)
+    trial = Dispatch(case, device, of_jax=of_jax, sets=sets)
     trial.enter_all()
     return trial.times(rounds)
 
 
-def _line(case: Case, found: Measured, own: str) -> str:
+def _line(case: Case, row: Measured, of_jax: str) -> str:
     words = [f"{case.name:52s}"]
-    words += [f"{name} {_us(times)}{_beside(found, name)};" for name, times in found.times.items()]
-    words += [f"{name}: {why};" for name, why in found.missing.items()]
-    for base in ("PyTorch", own):
-        if base in found.times and "JAX" in found.times:
-            spread = ratios(found.times[base], found.times["JAX"])
+    words += [f"{name} {_us(times)}{_beside(row, name)};" for name, times in row.times.items()]
+    words += [f"{name}: {why};" for name, why in row.missing.items()]
+    for base in ("PyTorch", of_jax):
+        if base in row.times and "JAX" in row.times:
+            spread = ratios(row.times[base], row.times["JAX"])
             words.append(f"{base} / JAX {spread.median:.3f}")
     return " ".join(words)
 
 
-def _beside(found: Measured, name: str) -> str:
+def _beside(row: Measured, name: str) -> str:
     """How much more than PyTorch launches, of the same kernels."""
-    if name != "JAX" or "PyTorch" not in found.launches:
+    if name != "JAX" or "PyTorch" not in row.launches:
         return ""
-    own, theirs = found.launches[name], found.launches["PyTorch"]
+    ours, theirs = row.launches[name], row.launches["PyTorch"]
     kinds = ("kernels", "memsets", "copies")
-    more = [(kind, getattr(own, kind) - getattr(theirs, kind)) for kind in kinds]
+    more = [(kind, getattr(ours, kind) - getattr(theirs, kind)) for kind in kinds]
     words = ", ".join(f"{count:+.3g} {kind}" for kind, count in more if count)
     return f" ({words})" if words else ""
 
@@ -281,10 +281,10 @@ def main(words: str) -> None:
     for group in ("forward", "backward"):
         for case in cases(group):
             if words in case.name:
-                found = measure(case, device, "cudnn")
-                script.say(_line(case, found, "cudnn"))
-                if group == "forward" and {"JAX", "cudnn"} <= found.times.keys():
-                    logs.append(ratios(found.times["cudnn"], found.times["JAX"]).median)
+                row = measure(case, device, "cudnn")
+                script.say(_line(case, row, "cudnn"))
+                if group == "forward" and {"JAX", "cudnn"} <= row.times.keys():
+                    logs.append(ratios(row.times["cudnn"], row.times["JAX"]).median)
     if logs:
         mean = statistics.geometric_mean(logs)
         script.say(f"forward: {mean:.3f} of cuDNN's speed, least {min(logs):.3f}")

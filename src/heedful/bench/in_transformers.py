@@ -139,11 +139,11 @@ def padded_prefill(model: Any, batch: int, length: int) -> Job:
 def generation(model: Any, batch: int, length: int, new: int, cache: str | None) -> Job:
     ids = tokens(batch, length)
     mask = torch.ones_like(ids)
-    how = {"cache_implementation": cache, "disable_compile": True} if cache else {}
+    options = {"cache_implementation": cache, "disable_compile": True} if cache else {}
 
     def run() -> Tensor:
-        given = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, **how}
-        out = model.generate(ids, attention_mask=mask, pad_token_id=0, **given)
+        arguments = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, **options}
+        out = model.generate(ids, attention_mask=mask, pad_token_id=0, **arguments)
         # Later tokens follow from the first ones: one that rounding changed would change all.
         return out[:, length : length + 1].float()
 
@@ -156,11 +156,11 @@ def continuous(model: Any, batch: int, length: int, new: int) -> Job:
     prompts = tokens(batch, length).tolist()
 
     def run() -> Tensor:
-        how = transformers.GenerationConfig(
+        config = transformers.GenerationConfig(
             max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
-        found = model.generate_batch(prompts, generation_config=how).values()
-        first = {tuple(each.prompt_ids): each.generated_tokens[:1] for each in found}
+        answers = model.generate_batch(prompts, generation_config=config).values()
+        first = {tuple(each.prompt_ids): each.generated_tokens[:1] for each in answers}
         return torch.tensor([first[tuple(prompt)] for prompt in prompts], device=DEVICE).float()
 
     return Job("generate, continuous batching", run)
@@ -202,11 +202,11 @@ def seconds(run: Callable[[], Tensor]) -> float:
 
 def compare(model: Any, theirs: str, run: Callable[[], Tensor]) -> float:
     """How far the results of two attentions are apart, over the size of one of them."""
-    found = []
+    results = []
     for name in (theirs, OURS):
         model.set_attn_implementation(name)
-        found.append(run())
-    return float((found[0] - found[1]).norm() / found[0].norm())
+        results.append(run())
+    return float((results[0] - results[1]).norm() / results[0].norm())
 
 
 def measure(model: Any, theirs: str, job: Job) -> dict[str, list[float]]:

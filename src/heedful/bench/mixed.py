@@ -80,7 +80,7 @@ def draw(batch: Batch, device: torch.device, seed: int = 0) -> Tensors:
 def reference(batch: Batch, t: Tensors) -> Parts:
     """That of some sequences: of each kind the first, the last, those of the fewest and of the most
     keys."""
-    found, middle, whole = Parts(t.q.shape), len(batch.decodes), len(batch.sequences)
+    parts, middle, whole = Parts(t.q.shape), len(batch.decodes), len(batch.sequences)
     assert t.cu_q is not None and t.table is not None
     for kind, numbers in (("decode", range(middle)), ("prefill", range(middle, whole))):
         by_keys = sorted(numbers, key=lambda b: batch.sequences[b][1])
@@ -91,8 +91,8 @@ def reference(batch: Batch, t: Tensors) -> Parts:
             case = Case("decode", AttentionProblem.dense(*shape, mask=MaskSpec.of(True)))
             k, v = (x[t.table[b]].flatten(0, 1)[None, :keys] for x in (t.k, t.v))
             q = t.q[None, rows]
-            found.add(f"{kind}, sequence {b}", (rows,), case, Inputs(q, k, v, q))
-    return found
+            parts.add(f"{kind}, sequence {b}", (rows,), case, Inputs(q, k, v, q))
+    return parts
 
 
 def attend(batch: Batch, t: Tensors, which: slice, backend: str | None = None) -> One:
@@ -112,9 +112,9 @@ def calls_of(batch: Batch, t: Tensors) -> dict[str, Call]:
     kinds = {"decodes alone": slice(0, middle), "prefills alone": slice(middle, count)}
     alone = {name: attend(batch, t, s) for name, s in kinds.items() if s.start < s.stop}
     whole = slice(0, count)
-    found: dict[str, Call] = {"one call": attend(batch, t, whole)}
-    found["hopper"] = attend(batch, t, whole, backend="hopper")
-    return {**found, "two calls": lambda: [call() for call in alone.values()], **alone}
+    calls: dict[str, Call] = {"one call": attend(batch, t, whole)}
+    calls["hopper"] = attend(batch, t, whole, backend="hopper")
+    return {**calls, "two calls": lambda: [call() for call in alone.values()], **alone}
 
 
 class Trial(protocol.Trial[Batch, Tensors]):

@@ -157,9 +157,9 @@ def cut(shape: Shape, device: DeviceSpec) -> Cut:
     return Cut(config, tiles, programs, key_tiles, planned.num_splits)
 
 
-def counts(found: Cut, units: int) -> list[int]:
+def counts(planned: Cut, units: int) -> list[int]:
     """Those that the planner compares, and the one that it chose."""
-    return sorted({*candidates(found.programs, found.key_tiles, units), found.chosen})
+    return sorted({*candidates(planned.programs, planned.key_tiles, units), planned.chosen})
 
 
 def backend_of(count: int, chosen: int) -> str:
@@ -184,8 +184,8 @@ class Checked:
             heads, key_head = slice(head * group, (head + 1) * group), slice(head, head + 1)
             place = (slice(batch, batch + 1), slice(None), heads)
             k, v = (x[batch, None, :, key_head] for x in (inputs.k, inputs.v))
-            own = Inputs(inputs.q[place], k, v, inputs.dout[place])
-            parts.add(f"batch {batch}, KV head {head}", place, alone, own)
+            part = Inputs(inputs.q[place], k, v, inputs.dout[place])
+            parts.add(f"batch {batch}, KV head {head}", place, alone, part)
         self.wrong = parts.why_wrong(one)
         for twin, once in (
             group.budgets["out"] for *_, checker in parts.parts for group in checker.groups
@@ -260,10 +260,10 @@ class Trial(protocol.Trial[Shape, Inputs]):
 
 
 def measure(
-    shape: Shape, device: torch.device, found: Cut, units: int, make: Make = call_of
+    shape: Shape, device: torch.device, planned: Cut, units: int, make: Make = call_of
 ) -> tuple[list[Timed], dict[int, str]]:
     """A row for each count that is right, and why there is none of others."""
-    trial = Trial(shape, device, cut=found, units=units, make=make)
+    trial = Trial(shape, device, cut=planned, units=units, make=make)
     _, times, missing = trial.measure(ROUNDS)
     rows = []
     for n, us in trial.probed.items():
@@ -279,16 +279,16 @@ def _probed(
 ) -> dict[int, float]:
     """Microseconds of counts that are right, the fewest splits first, up to where more of them only
     take longer; of the chosen count in any case."""
-    found: dict[int, float] = {}
+    probed: dict[int, float] = {}
     last, longer = math.inf, 0
     for count, call in calls.items():
         if (longer == 2 and count != chosen) or not is_right(count):
             continue
         us = statistics.median(clock(call, PROBES, 0)[0]) * 1e6
-        found[count] = us
-        is_longer = us > SLOW * min(found.values()) and us > last
+        probed[count] = us
+        is_longer = us > SLOW * min(probed.values()) and us > last
         last, longer = us, 2 if longer == 2 else (longer + 1) * is_longer
-    return found
+    return probed
 
 
 # The record
@@ -325,7 +325,7 @@ def regret(rows: list[Timed], chosen: int) -> float:
 
 
 def record(
-    out: TextIO, device: torch.device, spec: DeviceSpec, seconds: float, wanted: list[Shape], **how
+    out: TextIO, device: torch.device, spec: DeviceSpec, seconds: float, wanted: list[Shape], **more
 ) -> Iterator[str]:
     """Writes the rows of one shape after the other for so many seconds, and says what it did."""
     start, regrets = time.perf_counter(), []
@@ -335,20 +335,20 @@ def record(
     for shape in wanted:
         if time.perf_counter() - start > seconds:
             break
-        found = cut(shape, spec)
+        planned = cut(shape, spec)
         try:
-            rows, missing = measure(shape, device, found, spec.units, **how)
+            rows, missing = measure(shape, device, planned, spec.units, **more)
         except Exception as error:  # the other shapes may do
             rows, missing = [], {1: in_words(error)}
         for row in rows:
             us = (f"{figure:.2f}" for figure in row[1:4])
-            facts = (*shape[:6], int(shape.causal), *found.tiles, found.chosen)
+            facts = (*shape[:6], int(shape.causal), *planned.tiles, planned.chosen)
             writer.writerow((*facts, row.splits, *us, row.calls))
         out.flush()
         for count, reason in missing.items():
             yield f"{shape}: {count} splits: {reason}"
         if rows:
-            regrets.append(regret(rows, found.chosen))
+            regrets.append(regret(rows, planned.chosen))
     taken = time.perf_counter() - start
     yield f"{len(regrets)} of {len(wanted)} shapes in {taken:.1f} s"
     if regrets:
@@ -362,50 +362,50 @@ def record(
 
 def variants(wanted: list[Shape], spec: DeviceSpec) -> dict[str, tuple[KernelCall, str]]:
     """Kernel key -> what is to be compiled for these shapes."""
-    seen, found = set(), {}
+    seen, wanted_calls = set(), {}
     for shape in wanted:
-        problem, own = shape.problem(), cut(shape, spec)
-        for count in counts(own, spec.units):
-            scheduler = scheduler_of(own.config, problem, spec, count)
-            rows = (own.config, own.tiles.pack, shape.queries == 1)
+        problem, planned = shape.problem(), cut(shape, spec)
+        for count in counts(planned, spec.units):
+            scheduler = scheduler_of(planned.config, problem, spec, count)
+            rows = (planned.config, planned.tiles.pack, shape.queries == 1)
             what = (*rows, shape.dim, shape.causal, count > 1, scheduler)
             if what not in seen:
                 seen.add(what)
                 entry = Entry(problem, "forward", None, spec)
-                found |= kernels([entry], [spec], backend_of(count, own.chosen))[0]
-    return found
+                wanted_calls |= kernels([entry], [spec], backend_of(count, planned.chosen))[0]
+    return wanted_calls
 
 
 def compile_first(wanted: list[Shape], spec: DeviceSpec, folder: Path | None) -> str:
     """Compiles all kernels into the cache and, if there is such a folder, into a pack."""
-    start, found = time.perf_counter(), variants(wanted, spec)
-    forwards = sum(call.kernel.function == "forward" for call, _ in found.values())
-    compile_all(list(found.values()), os.cpu_count() or 1)
+    start, kernels_by_key = time.perf_counter(), variants(wanted, spec)
+    forwards = sum(call.kernel.function == "forward" for call, _ in kernels_by_key.values())
+    compile_all(list(kernels_by_key.values()), os.cpu_count() or 1)
     if folder is not None:
         from heedful.launch.code.packs import write_pack
         from heedful.launch.compiler import artifact
 
-        write_pack(folder, {key: artifact(*call) for key, call in found.items()}, {})
+        write_pack(folder, {key: artifact(*call) for key, call in kernels_by_key.items()}, {})
     taken = time.perf_counter() - start
-    return f"{len(found)} kernels, {forwards} of them forwards, in {taken:.1f} s"
+    return f"{len(kernels_by_key)} kernels, {forwards} of them forwards, in {taken:.1f} s"
 
 
 def main() -> None:
-    given = sys.argv[1:]
-    if len(given) < 1 + (given[:1] == ["--pack"]):
+    words = sys.argv[1:]
+    if len(words) < 1 + (words[:1] == ["--pack"]):
         raise script.Refused("a file for figures, or --pack and a folder, must be named")
-    if given[0] == "--pack":
-        script.say(compile_first(shapes(), DRAWN_FOR, Path(given[1])))
+    if words[0] == "--pack":
+        script.say(compile_first(shapes(), DRAWN_FOR, Path(words[1])))
         return
     from heedful.torch.base.device import device_spec
 
-    start, (seconds,) = time.perf_counter(), script.numbers(given[1:], "SECONDS") or [SECONDS]
+    start, (seconds,) = time.perf_counter(), script.numbers(words[1:], "SECONDS") or [SECONDS]
     device = script.current_gpu()
     spec, wanted = device_spec(device), shapes()
     if not os.environ.get("HEEDFUL_PACK"):
         script.say(compile_first(wanted, spec, None))
     left = seconds - (time.perf_counter() - start)
-    with open(given[0], "w", encoding="utf-8") as out:
+    with open(words[0], "w", encoding="utf-8") as out:
         for line in record(out, device, spec, left, wanted):
             script.say(line)
 

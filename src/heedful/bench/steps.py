@@ -175,30 +175,30 @@ def _stored(step: Step, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def sequence(step: Step, t: Tensors, number: int) -> tuple[Tensor, Tensor]:
     """Keys (N, G, D) and values (N, G, E) of a sequence, the prefix first."""
-    found = []
+    parts = []
     for which, x, scale in ((0, t.k, t.k_scale), (1, t.v, t.v_scale)):
         place = number if t.table is None else t.table[number]
-        own = x[place].flatten(0, -3)[: step.lengths[number]]
+        rows = x[place].flatten(0, -3)[: step.lengths[number]]
         if step.by_head:
             assert scale is not None
-            own = own.float() * scale[number, :, None]
+            rows = rows.float() * scale[number, :, None]
         elif scale is not None:
-            own = dequantize_kv(own, scale[place].flatten(0, -3)[: step.lengths[number]])
-        found.append(own if t.prefix is None else torch.cat((t.prefix[which], own)))
-    return found[0], found[1]
+            rows = dequantize_kv(rows, scale[place].flatten(0, -3)[: step.lengths[number]])
+        parts.append(rows if t.prefix is None else torch.cat((t.prefix[which], rows)))
+    return parts[0], parts[1]
 
 
 def reference(step: Step, t: Tensors) -> Parts:
     """That of some sequences: the first, the last, the shortest, the longest."""
     lengths = step.lengths
     ends = (0, len(lengths) - 1, lengths.index(min(lengths)), lengths.index(max(lengths)))
-    found = Parts((*t.q.shape[:-1], step.dims[1]), live=len(lengths))
+    parts = Parts((*t.q.shape[:-1], step.dims[1]), live=len(lengths))
     for number in dict.fromkeys(ends):
         q, (k, v) = t.q[number, None], sequence(step, t, number)
-        found.add(
+        parts.add(
             f"sequence {number}", (number,), step.case(number), Inputs(q, k[None], v[None], q)
         )
-    return found
+    return parts
 
 
 # The implementations that are timed: each gives its call, or the reason why it has none.
@@ -225,7 +225,7 @@ def repeated(step: Step, t: Tensors) -> Call | str:
     if t.prefix is None:
         return "is for shared prefixes"
     parts = [sequence(step, t, number) for number in range(len(step.lengths))]
-    k, v = (torch.cat(own) for own in zip(*parts, strict=True))
+    k, v = (torch.cat(sides) for sides in zip(*parts, strict=True))
     device, lengths = t.q.device, [n + step.prefix for n in step.lengths]
     cu_k = torch.tensor([0, *lengths], device=device).cumsum(0).int()
     cu_q = torch.arange(len(lengths) + 1, dtype=torch.int32, device=device)
@@ -267,8 +267,8 @@ def flashinfer(step: Step, t: Tensors, tensor_cores: bool = False) -> Call | str
         size = (heads, dim_v, dim - dim_v, page, False, dim**-0.5, dtype, dtype)
         wrapper.plan(cu_q, bounds, places, t.used, *size)
         q = t.q[:, 0]
-        given = q[..., :dim_v], q[..., dim_v:], k[:, :, 0, :dim_v], k[:, :, 0, dim_v:]
-        parts = [x.contiguous() for x in given]
+        columns = q[..., :dim_v], q[..., dim_v:], k[:, :, 0, :dim_v], k[:, :, 0, dim_v:]
+        parts = [x.contiguous() for x in columns]
         return lambda: wrapper.run(*parts)[:, None]
     kind = library.BatchDecodeWithPagedKVCacheWrapper
     wrapper = kind(space, "NHD", use_tensor_cores=tensor_cores)
@@ -339,8 +339,8 @@ def lines(row: Row) -> Iterator[str]:
 
     yield from protocol.lines(row, beside)
     if row.case.bar:
-        own = row.times.get("heedful")
-        share = f"{read / own.median:.3f}" if own else "none"
+        ours = row.times.get("heedful")
+        share = f"{read / ours.median:.3f}" if ours else "none"
         yield f"  bar: {row.case.bar:.2f} of a read, is {share}"
 
 

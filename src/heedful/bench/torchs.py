@@ -189,8 +189,8 @@ def host_table(device: torch.device, sets: int = SETS, rounds: int = ROUNDS) -> 
     trial.enter_all()
     us = {name: statistics.median(times) for name, times in trial.times(rounds).items()}
     for name, figure in us.items():
-        own = OURS + name.partition(",")[1] + name.partition(",")[2]
-        yield f"{name:34}{figure:8.1f}{figure - us[own]:+8.1f}"
+        base = OURS + name.partition(",")[1] + name.partition(",")[2]
+        yield f"{name:34}{figure:8.1f}{figure - us[base]:+8.1f}"
 
 
 def main() -> None:

@@ -32,12 +32,12 @@ def artifact(call: KernelCall, arch: str) -> Artifact:
     with _guard:
         lock = _locks.get(key) or _locks.setdefault(key, new_lock())
     with lock:
-        found = _artifacts.get(key)
-        if found is None:
-            found = _artifacts[key] = _find_or_compile(call, arch)
+        compiled = _artifacts.get(key)
+        if compiled is None:
+            compiled = _artifacts[key] = _find_or_compile(call, arch)
         else:
             counters["memory_hits"] += 1
-    return found
+    return compiled
 
 
 def _find_or_compile(call: KernelCall, arch: str) -> Artifact:
@@ -51,9 +51,9 @@ def _find_or_compile(call: KernelCall, arch: str) -> Artifact:
             " to compile it: pip install triton, or add this problem to the pack (heedful prebuild)"
         )
     key = cache_key(call, arch)
-    found, made = _disk_cache().get_or_make(key, lambda: compile_now(call, arch))
+    compiled, made = _disk_cache().get_or_make(key, lambda: compile_now(call, arch))
     counters["compiles" if made else "disk_hits"] += 1
-    return found
+    return compiled
 
 
 def compile_now(call: KernelCall, arch: str) -> Artifact:

@@ -23,8 +23,8 @@ from heedful.launch.worker.pool import at_once
 
 def compiling() -> Toolchain:
     """The newest versions of everything but Triton, whose version is the one that compiles here."""
-    found = installed.compiler()
-    return Toolchain(triton=found.numbers) if found else Toolchain()
+    compiler = installed.compiler()
+    return Toolchain(triton=compiler.numbers) if compiler else Toolchain()
 
 
 def kernels(
@@ -36,7 +36,7 @@ def kernels(
     An entry that was recorded on a device of the same architecture is planned for that device.
     Raises ValueError where no kernel can run an entry.
     """
-    found, packed = {}, set()
+    wanted, packed = {}, set()
     for device in devices:
         for entry in entries:
             seen = entry.device
@@ -54,8 +54,8 @@ def kernels(
                 )
             packed.add(kernel.packed_as)
             for call in _program(chosen, entry).calls:
-                found[kernel_key(call, device.arch)] = (call, device.arch)
-    return found, packed
+                wanted[kernel_key(call, device.arch)] = (call, device.arch)
+    return wanted, packed
 
 
 def _program(chosen: Plan, entry: Entry) -> Program:
@@ -89,8 +89,8 @@ def prebuild(
     for key, artifact in _compiled(wanted, jobs):
         made[key] = artifact
         progress(len(made), len(wanted), wanted[key][0].kernel.function)
-    found = installed.compiler()
-    write_pack(folder, made, dict.fromkeys(backends, found.version if found else ""))
+    compiler = installed.compiler()
+    write_pack(folder, made, dict.fromkeys(backends, compiler.version if compiler else ""))
     return len(made)
 
 

@@ -52,9 +52,9 @@ class Entry:
     @classmethod
     def from_json(cls, facts: dict) -> "Entry":
         """Raises ValueError or TypeError for facts that are no entry."""
-        given = dict(facts["problem"])
-        given["mask"] = MaskSpec(**given.get("mask", {}))
-        problem = AttentionProblem.dense(**given)
+        fields_of = dict(facts["problem"])
+        fields_of["mask"] = MaskSpec(**fields_of.get("mask", {}))
+        problem = AttentionProblem.dense(**fields_of)
         direction = facts.get("direction", "forward")
         if direction not in DIRECTIONS:
             raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")

@@ -149,14 +149,14 @@ class KernelCall:
         return self._buffers({Kind.WRITTEN, Kind.READ_AND_WRITTEN})
 
     def _buffers(self, kinds: set[Kind]) -> frozenset[str]:
-        found = set()
+        names = set()
         for name, leaf, kind in self._leaves:
             if isinstance(leaf, Pointer | TensorMap):
                 if kind is None:
                     raise TypeError(f"{name}: declared neither as read nor as written")
                 if kind in kinds:
-                    found.add(leaf.buffer)
-        return frozenset(found)
+                    names.add(leaf.buffer)
+        return frozenset(names)
 
 
 def _check_kind(name: str, leaf: Argument, kind: Kind | None) -> None:
@@ -170,13 +170,13 @@ def _check_kind(name: str, leaf: Argument, kind: Kind | None) -> None:
 @cache
 def declared(group: type) -> tuple[tuple[str, Kind | None, tuple[type, ...]], ...]:
     """(name, kind, the classes that a nested group may have) for every field of a group."""
-    found = []
+    made = []
     for name, hint in get_type_hints(group, include_extras=True).items():
         kind = next((x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Kind)), None)
         inner = get_args(hint)[0] if kind is not None else hint
         classes = get_args(inner) if isinstance(inner, UnionType) else (inner,)
-        found.append((name, kind, tuple(c for c in classes if hasattr(c, "_fields"))))
-    return tuple(found)
+        made.append((name, kind, tuple(c for c in classes if hasattr(c, "_fields"))))
+    return tuple(made)
 
 
 def leaves(name: str, value: Any, kind: Kind | None = None) -> list[Leaf]:
@@ -187,21 +187,21 @@ def leaves(name: str, value: Any, kind: Kind | None = None) -> list[Leaf]:
     """
     if not is_group(value):
         return [(name, value, kind)]
-    found: list[Leaf] = []
-    for (field_name, own, inner), item in zip(declared(type(value)), value, strict=True):
+    made: list[Leaf] = []
+    for (field_name, field_kind, inner), item in zip(declared(type(value)), value, strict=True):
         path = f"{name}.{field_name}"
         if not inner and not isinstance(item, tuple):
-            if own is None and kind is None:
+            if field_kind is None and kind is None:
                 raise TypeError(f"{path} must be declared as read, written or both")
-            found.append((path, item, own or kind))
+            made.append((path, item, field_kind or kind))
         elif item is None:
-            found.append((path, None, own or kind))
+            made.append((path, None, field_kind or kind))
         elif type(item) in inner:
-            found += leaves(path, item, own or kind)
+            made += leaves(path, item, field_kind or kind)
         else:
             wanted = " or ".join(map(str, inner)) or None
             raise TypeError(f"{path} must be {wanted}, got {type(item)}")
-    return found
+    return made
 
 
 def is_group(value: object) -> bool:

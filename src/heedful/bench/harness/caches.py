@@ -44,6 +44,6 @@ class Drawn:
         order = torch.randperm(sum(counts), generator=self._generator, device=self._device).int()
         rows = len(counts) + padded
         table = torch.zeros(rows, max(counts), dtype=torch.int32, device=self._device)
-        for row, own in zip(table, order.split(counts), strict=False):
-            row[: len(own)] = own
+        for row, pages in zip(table, order.split(counts), strict=False):
+            row[: len(pages)] = pages
         return table, sum(counts)

@@ -147,8 +147,8 @@ def cases(group: str, dtype: str = "bfloat16", input_scale: float = 1.0) -> list
 def _cases(group: str, dtype: str, scale: float) -> Iterator[Case]:
     def case(shape, causal=False, direction="forward", problem=None, **facts):
         grad = direction == "backward" or facts.get("grad", False)
-        own = {"dtype": dtype, "causal": causal, "needs_grad": grad} | (problem or {})
-        made = AttentionProblem.dense(*shape, **own)
+        usual = {"dtype": dtype, "causal": causal, "needs_grad": grad} | (problem or {})
+        made = AttentionProblem.dense(*shape, **usual)
         return Case(group, made, direction, input_scale=scale, **facts)
 
     match group:

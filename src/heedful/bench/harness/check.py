@@ -179,7 +179,7 @@ def _groups(case: Case, inputs: Inputs) -> list[Group]:
     for sequence, size in enumerate(lengths):
         place = (0, case.starts[sequence]) if case.lengths else (sequence, 0)
         places.setdefault(size, []).append(place)
-    return [_group(case, inputs, *size, found) for size, found in places.items()]
+    return [_group(case, inputs, *size, alike) for size, alike in places.items()]
 
 
 def _group(
@@ -204,8 +204,8 @@ def _group(
     for number, part in enumerate(parts):
         x = _operands(case, inputs, *part, len_q, len_k)
         for made, reference in ((truths, exact), (twins, eager)):
-            found = reference(case, x, rows[number], keys[number])
-            for name, result in found._asdict().items():
+            results = reference(case, x, rows[number], keys[number])
+            for name, result in results._asdict().items():
                 if result is not None:
                     made.setdefault(name, []).append(result.transpose(0, 1).double())
     half_eps = torch.finfo(getattr(torch, case.problem.out_dtype)).eps / 2
@@ -250,12 +250,12 @@ def _errors(difference: torch.Tensor, band: torch.Tensor) -> dict[int, torch.Ten
     """
     largest = difference.abs().amax((2, 3))
     mean_square = difference.square().mean((2, 3))
-    found = {}
+    by_band = {}
     for number in band.unique().tolist():
         inside = band == number
         rms = ((mean_square * inside).sum(1) / inside.sum(1).clamp(min=1)).sqrt()
-        found[number] = torch.stack([(largest * inside).amax(1), rms])
-    return found
+        by_band[number] = torch.stack([(largest * inside).amax(1), rms])
+    return by_band
 
 
 def _worst_part(errors: dict[int, torch.Tensor]) -> Budget:
@@ -266,13 +266,13 @@ def _why_outside(group: Group, name: str, got: torch.Tensor, want: torch.Tensor)
     errors, once = group.budgets[name]
     for band, of in _errors(got - want, group.bands[name]).items():
         budget = allowed(name, errors[band], once[band])
-        for kind, found, bound in zip(
+        for kind, each, bound in zip(
             ("largest", "rms"), of, (budget.largest, budget.rms), strict=True
         ):
-            part = int(found.argmax())
-            if not float(found[part]) <= bound:
+            part = int(each.argmax())
+            if not float(each[part]) <= bound:
                 return (
-                    f"{_place(group, part)} is {OUTSIDE}: {kind} error {float(found[part]):.3g},"
+                    f"{_place(group, part)} is {OUTSIDE}: {kind} error {float(each[part]):.3g},"
                     f" allowed {bound:.3g}"
                 )
     return None

@@ -59,7 +59,7 @@ class _Head:
 
     def results(self, rows: torch.Tensor, keys: torch.Tensor) -> Results:
         parts = [self._of_rows(part) for part in rows.split(self.block)]
-        whole = [torch.cat(own, 1) for own in zip(*parts, strict=True)]
+        whole = [torch.cat(pieces, 1) for pieces in zip(*parts, strict=True)]
         if self.dout is not None:
             whole += self._of_keys(keys)
         return Results(*whole)

@@ -29,8 +29,8 @@ def version(package: str, module: str | None = None) -> str | None:
 def compiler() -> str | None:
     """The Triton that compiles here, where, and with which assemblers. Raises ValueError as
     `installed.compiler` does."""
-    found = installed.compiler()
-    return found and found.words()
+    triton = installed.compiler()
+    return triton and triton.words()
 
 
 def toolchain() -> Toolchain:

@@ -12,8 +12,8 @@ WORDS = 8192
 @triton.jit
 def _read(x, sums, size, WORDS: tl.constexpr):
     """sums[pid]: of the program's own words."""
-    at = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
-    words = tl.load(x + at, mask=at < size, other=0.0, eviction_policy="evict_first")
+    places = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    words = tl.load(x + places, mask=places < size, other=0.0, eviction_policy="evict_first")
     tl.store(sums + tl.program_id(0), tl.sum(words, 0))
 
 

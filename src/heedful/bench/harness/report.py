@@ -60,7 +60,7 @@ def table(group: str, outcomes: list[Outcome], width: int | None = None) -> Tabl
     )
     peers = [f.peer for f in outcomes[0].figures if any(_timed(o, f.peer) for o in outcomes)]
     longest = {peer: max(_cell_width(o, peer) for o in outcomes) for peer in peers}
-    cells = (max(len(peer), own) for peer, own in longest.items())
+    cells = (max(len(peer), cell) for peer, cell in longest.items())
     wide = max(len(o.case.name) for o in outcomes) + sum(cells) + 3 * len(peers) + 4
     if width is not None and wide > width:
         return _narrow(result, outcomes, peers)

@@ -176,9 +176,9 @@ class Trial(protocol.Trial[Case, list[Inputs]]):
             self.inspect(name, Returned(self.calls[name][number], number, value))
 
         if self.case.host:
-            sets = {name: [call.run for call in own] for name, own in self.calls.items()}
+            sets = {name: [call.run for call in sets_of] for name, sets_of in self.calls.items()}
             return timing.interleaved_host(sets, self.device, rounds, self.watched, inspect)
-        calls = {name: own[0].run for name, own in self.calls.items()}
+        calls = {name: sets_of[0].run for name, sets_of in self.calls.items()}
         return timing.interleaved(
             calls, self.device, rounds, lambda name, value: inspect(name, 0, value)
         )

@@ -26,8 +26,8 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def ordered_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """The strides of a dense array whose dims lie in memory in the order of these ones."""
     order = sorted(range(len(shape)), key=strides.__getitem__, reverse=True)
-    own = dict(zip(order, dense_strides([shape[axis] for axis in order]), strict=True))
-    return tuple([own[axis] for axis in range(len(shape))])
+    by_axis = dict(zip(order, dense_strides([shape[axis] for axis in order]), strict=True))
+    return tuple([by_axis[axis] for axis in range(len(shape))])
 
 
 class _Fields(NamedTuple):

@@ -69,8 +69,8 @@ KNOWN: dict[str, DeviceSpec] = {
 def of_arch(arch: str, **figures) -> DeviceSpec:
     """A device of this architecture. live: name, units, shared_bytes and l2_bytes as read from the
     hardware. The rates are those of the first known device of the architecture, if there is one."""
-    like = next((spec for spec in KNOWN.values() if spec.arch == arch), None)
-    return DeviceSpec(arch=arch, **figures) if like is None else like.live(**figures)
+    known = next((spec for spec in KNOWN.values() if spec.arch == arch), None)
+    return DeviceSpec(arch=arch, **figures) if known is None else known.live(**figures)
 
 
 def by_name(name: str) -> DeviceSpec:

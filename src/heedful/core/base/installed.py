@@ -61,18 +61,18 @@ def _origin() -> str | None:
 
 @cache
 def _version_of(origin: str, path: tuple[str, ...]) -> str | None:
-    own = _module_version(Path(origin))
+    version = _module_version(Path(origin))
     # The distribution that brought the module lies beside it, as a rule.
-    return own and _build(own, (str(Path(origin).parents[1]), *path))
+    return version and _build(version, (str(Path(origin).parents[1]), *path))
 
 
-def _build(own: str, path: tuple[str, ...]) -> str:
+def _build(version: str, path: tuple[str, ...]) -> str:
     """The version with the name of its build, as distributions on the path have it."""
     for name in TRITON_DISTRIBUTIONS:
-        for found in metadata.distributions(name=name, path=[*path]):
-            if found.version and numbers(found.version) == numbers(own):
-                return found.version
-    return own
+        for distribution in metadata.distributions(name=name, path=[*path]):
+            if distribution.version and numbers(distribution.version) == numbers(version):
+                return distribution.version
+    return version
 
 
 def _module_version(origin: Path) -> str | None:
@@ -134,8 +134,8 @@ def assembler_version(path: Path) -> str:
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         said = ""
-    found = re.search(r"\bV(\d[\d.]*)", said)
-    return found[1] if found else "unknown"
+    match = re.search(r"\bV(\d[\d.]*)", said)
+    return match[1] if match else "unknown"
 
 
 def compiler() -> Compiler | None:
@@ -146,9 +146,9 @@ def compiler() -> Compiler | None:
     """
     made, is_named = _toolchain()
     version, origin = triton_version(), _origin()
-    own = Compiler(version, Path(origin).parents[1]) if version and origin else None
-    if made is None or (own is not None and not is_named and made.numbers <= own.numbers):
-        return own
+    here = Compiler(version, Path(origin).parents[1]) if version and origin else None
+    if made is None or (here is not None and not is_named and made.numbers <= here.numbers):
+        return here
     return made
 
 
@@ -162,18 +162,18 @@ def _toolchain() -> tuple[Compiler | None, bool]:
         return next(fitting, None), False
     if str(named) == settings.PROCESS:
         return None, True
-    found = toolchain_in(named)
-    if found is None:
+    toolchain = toolchain_in(named)
+    if toolchain is None:
         raise ValueError(f"HEEDFUL_TRITON={str(named)!r}: there is no Triton in that folder")
-    return found, True
+    return toolchain, True
 
 
 def toolchains() -> list[Compiler]:
     """The folders that `heedful toolchain install` made, the newest first, for other Pythons,
     too."""
     base = settings.data_folder()
-    found = [toolchain_in(path) for path in base.glob("toolchains/*")] if base else []
-    made = [one for one in found if one is not None and not one.root.name.startswith(".")]
+    folders = [toolchain_in(path) for path in base.glob("toolchains/*")] if base else []
+    made = [one for one in folders if one is not None and not one.root.name.startswith(".")]
     return sorted(made, key=lambda one: (one.numbers, one.root), reverse=True)
 
 

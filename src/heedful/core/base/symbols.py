@@ -154,20 +154,20 @@ class Trace:
 
     def symbols(self, values: Iterable[int]) -> list[Any]:
         """One more input for each value."""
-        found = []
+        made = []
         for value in values:
             name = f"i{len(self._inputs)}"
             self._inputs.append(name)
-            found.append(Symbol(self, value, name))
-        return found
+            made.append(Symbol(self, value, name))
+        return made
 
     def node(self, value: int, code: str, step: int = 1) -> Symbol:
         """The number that `code` computes; the same code is the same number. step: see Symbol."""
-        found = self._named.get(code)
-        if found is None:
+        number = self._named.get(code)
+        if number is None:
             name = f"t{len(self._named)}"
-            found = self._named[code] = Symbol(self, value, name, step)
-        return found
+            number = self._named[code] = Symbol(self, value, name, step)
+        return number
 
     def guard(self, code: str, truth: bool) -> bool:
         """Keeps a question that was asked, and the answer to it in this case."""
@@ -223,7 +223,7 @@ def joined(cases: Sequence[tuple[Trace, Iterable[Any], Any]]) -> Answer | None:
     scope: dict[str, Any] = {}
     branches: list[_Branch] = []
     for number, (trace, outputs, what) in enumerate(cases):
-        if any(scope.get(name, own) is not own for name, own in trace._functions.items()):
+        if any(scope.get(name, one) is not one for name, one in trace._functions.items()):
             return None
         scope |= trace._functions | {f"case{number}": what}
         branches.append(_Branch(trace, f"case{number}, ", outputs))
@@ -307,7 +307,7 @@ class _Path:
             truth = self.told(self.question(asked, branches))
             if truth is not None:
                 return self._simple(yes if truth else no, branches)
-        code = _NAME.sub(lambda found: self.atom(found[0], branches), code)
+        code = _NAME.sub(lambda match_: self.atom(match_[0], branches), code)
         if not _NAME.search(code):
             return _literal(int(evaluated.value(code, self.scope)))
         match code.split(" "):
@@ -392,9 +392,9 @@ def _literal(number: int) -> str:
 
 
 def _number(literal: str) -> int:
-    found = _NUMBER.fullmatch(literal)
-    assert found is not None, literal
-    return int(found[1])
+    match = _NUMBER.fullmatch(literal)
+    assert match is not None, literal
+    return int(match[1])
 
 
 def _write(branches: Sequence[_Branch], number: int, path: _Path) -> None:

@@ -109,27 +109,27 @@ def argument_name(name: str, kind: str) -> str:
 def one_sink(sink: Any, s_aux: Any, learnable_sink: Any) -> Any:
     """The sink, which has three names. TypeError where more than one is given."""
     named = {"sink": sink, "s_aux": s_aux, "learnable_sink": learnable_sink}
-    given = [name for name, value in named.items() if value is not None]
-    if len(given) > 1:
-        raise TypeError(f"sink must be given by one of its names, got {' and '.join(given)}")
-    return named[given[0]] if given else None
+    passed = [name for name, value in named.items() if value is not None]
+    if len(passed) > 1:
+        raise TypeError(f"sink must be given by one of its names, got {' and '.join(passed)}")
+    return named[passed[0]] if passed else None
 
 
-def bind(kind: str, given: dict[str, Any]) -> tuple[Operands, Options, CacheUpdate]:
+def bind(kind: str, arguments: dict[str, Any]) -> tuple[Operands, Options, CacheUpdate]:
     """The parts of a call of this kind, made from its public arguments by name. Raises TypeError
     for a sink of two names."""
     names = ("sink", "s_aux", "learnable_sink")
-    given = {**given, "sink": one_sink(*[given.get(name) for name in names])}
+    arguments = {**arguments, "sink": one_sink(*[arguments.get(name) for name in names])}
 
     def picked(fields: tuple[str, ...]) -> dict[str, Any]:
         names = {field: argument_name(field, kind) for field in fields}
-        return {field: given[name] for field, name in names.items() if name in given}
+        return {field: arguments[name] for field, name in names.items() if name in arguments}
 
     x = Operands(**{**picked(Operands._fields), "seed": None})
     options = Options(**{**picked(Options._fields), "kind": kind})
     update = CacheUpdate()
     if kind == "kvcache":
-        update = CacheUpdate(**{name: given[name] for name in CacheUpdate._fields})
+        update = CacheUpdate(**{name: arguments[name] for name in CacheUpdate._fields})
         x = x._replace(seqused_k=None)
     return x, options, update
 
@@ -159,16 +159,16 @@ def plain_origin(origin: Any, whole=whole) -> tuple[int, ...]:
     return plain
 
 
-def plain_options(given: Options, whole=whole, real=real, truth=truth) -> Options:
+def plain_options(options: Options, whole=whole, real=real, truth=truth) -> Options:
     """The options with plain values. A value that is plain already stays the same object.
 
     whole, real, truth: make an int, a float, a bool of an argument (name, value). Raises TypeError
     or ValueError naming the argument.
     """
-    kind, scale = given.kind, given.softmax_scale
-    if given.backend is not None and not isinstance(given.backend, str):
-        wrong_type("backend", "a str or None", given.backend)
-    longest_q, longest_k = given.max_seqlen_q, given.max_seqlen_k
+    kind, scale = options.kind, options.softmax_scale
+    if options.backend is not None and not isinstance(options.backend, str):
+        wrong_type("backend", "a str or None", options.backend)
+    longest_q, longest_k = options.max_seqlen_q, options.max_seqlen_k
     if kind == "varlen":
         longest_q = whole("max_seqlen_q", longest_q)
         longest_k = whole("max_seqlen_k", longest_k)
@@ -176,15 +176,15 @@ def plain_options(given: Options, whole=whole, real=real, truth=truth) -> Option
         kind=kind,
         max_seqlen_q=longest_q,
         max_seqlen_k=longest_k,
-        dropout_p=real("dropout_p", given.dropout_p),
+        dropout_p=real("dropout_p", options.dropout_p),
         softmax_scale=None if scale is None else real("softmax_scale", scale),
-        causal=truth("causal", given.causal),
-        window_size=plain_window(given.window_size, whole),
-        softcap=real("softcap", given.softcap),
-        deterministic=truth("deterministic", given.deterministic),
-        return_attn_probs=truth("return_attn_probs", given.return_attn_probs),
-        return_lse=truth(argument_name("return_lse", kind), given.return_lse),
-        num_splits=numbers.parts(whole("num_splits", given.num_splits)),
-        backend=given.backend,
-        dropout_origin=plain_origin(given.dropout_origin, whole),
+        causal=truth("causal", options.causal),
+        window_size=plain_window(options.window_size, whole),
+        softcap=real("softcap", options.softcap),
+        deterministic=truth("deterministic", options.deterministic),
+        return_attn_probs=truth("return_attn_probs", options.return_attn_probs),
+        return_lse=truth(argument_name("return_lse", kind), options.return_lse),
+        num_splits=numbers.parts(whole("num_splits", options.num_splits)),
+        backend=options.backend,
+        dropout_origin=plain_origin(options.dropout_origin, whole),
     )

@@ -159,10 +159,10 @@ def _check_arguments(x: Operands, options: Options) -> None:
         )
 
 
-def check_device(name: str, device: Any, wanted: Any, like: str = "q") -> None:
-    """ValueError unless on `wanted`, the device of `like`."""
+def check_device(name: str, device: Any, wanted: Any, peer: str = "q") -> None:
+    """ValueError unless on `wanted`, the device of `peer`."""
     if device != wanted:
-        raise ValueError(f"{name} must be on {wanted} like {like}, got {device}")
+        raise ValueError(f"{name} must be on {wanted} like {peer}, got {device}")
 
 
 def check_shape(name: str, shape: Sequence[int], wanted: Sequence[int], words: str) -> None:
@@ -339,14 +339,14 @@ def _check_score_operands(x: Operands, sizes: _Sizes) -> None:
     if x.bias is not None:
         check_dtype("bias", x.bias.dtype, *FLOATS, "bool")
         full = (batch, heads, sizes.seqlen_q, sizes.seqlen_k)
-        own = x.bias.shape
-        fits = len(own) <= 4 and all(
-            n == 1 or n == whole for n, whole in zip(reversed(own), reversed(full), strict=False)
+        bias = x.bias.shape
+        fits = len(bias) <= 4 and all(
+            n == 1 or n == whole for n, whole in zip(reversed(bias), reversed(full), strict=False)
         )
         if not fits:
             raise ValueError(
                 "bias must broadcast to (batch, heads_q, seqlen_q, seqlen_k) ="
-                f" {full}, got {tuple(own)}"
+                f" {full}, got {tuple(bias)}"
             )
     if x.alibi_slopes is not None:
         slopes = x.alibi_slopes
@@ -376,20 +376,20 @@ def _check_ranges(x: Operands, options: Options, sizes: _Sizes) -> int:
     if ranges is None:
         return 0
     check_dtype("key_ranges", ranges.dtype, "int32")
-    own = tuple(ranges.shape)
+    shape = tuple(ranges.shape)
     packed = options.kind == "varlen"
     words = "(total_q, 2 or 4)" if packed else "(batch or 1, heads_q or 1, seqlen_q, 2 or 4)"
-    if len(own) != words.count(",") + 1:
-        raise ValueError(f"key_ranges must be {words}, got shape {own}")
+    if len(shape) != words.count(",") + 1:
+        raise ValueError(f"key_ranges must be {words}, got shape {shape}")
     rows = (x.q.shape[0],)
     if not packed:
         batch, heads = (
             1 if n == 1 else whole
-            for n, whole in zip(own, (sizes.batch, sizes.heads_q), strict=False)
+            for n, whole in zip(shape, (sizes.batch, sizes.heads_q), strict=False)
         )
         rows = batch, heads, sizes.seqlen_q
-    check_shape("key_ranges", own, (*rows, 4 if own[-1] == 4 else 2), words)
-    return own[-1] // 2
+    check_shape("key_ranges", shape, (*rows, 4 if shape[-1] == 4 else 2), words)
+    return shape[-1] // 2
 
 
 def _check_scales(x: Operands, options: Options, sizes: _Sizes, dtype: str, kv_dtype: str) -> int:
@@ -417,8 +417,8 @@ def _check_scales(x: Operands, options: Options, sizes: _Sizes, dtype: str, kv_d
             if getattr(x, f"{name}_descale") is None:
                 raise ValueError(f"{name}_descale must be given with {name}_shift, got None")
     # Sizes may be symbols, which no set holds.
-    found = (_scale_group(name, x, sizes) for name in ("k", "v"))
-    groups = [group for group in found if group is not None]
+    both = (_scale_group(name, x, sizes) for name in ("k", "v"))
+    groups = [group for group in both if group is not None]
     if x.q_descale is not None:
         _check_head_scale("q_descale", x.q_descale, sizes)
     if len(groups) > 1 and groups[0] != groups[1]:
@@ -435,8 +435,8 @@ def _check_scales(x: Operands, options: Options, sizes: _Sizes, dtype: str, kv_d
 def check_pair(name: str, value: Any, other_name: str, other: Any) -> None:
     """ValueError where one of the two is there without the other."""
     if (value is None) != (other is None):
-        missing, given = (name, other_name) if value is None else (other_name, name)
-        raise ValueError(f"{missing} must be given with {given}, got None")
+        missing, present = (name, other_name) if value is None else (other_name, name)
+        raise ValueError(f"{missing} must be given with {present}, got None")
 
 
 def _scale_group(name: str, x: Operands, sizes: _Sizes) -> int | None:

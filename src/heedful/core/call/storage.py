@@ -27,8 +27,8 @@ _CASTS = {"sink": "float32", **dict.fromkeys((*LENGTHS, "block_table"), "int32")
 
 def casts(x: Operands) -> dict[str, str]:
     """The dtypes to which operands are cast before kernels get them, by name."""
-    given = ((name, dtype, getattr(x, name)) for name, dtype in _CASTS.items())
-    return {n: dtype for n, dtype, spec in given if spec is not None and spec.dtype != dtype}
+    operands = ((name, dtype, getattr(x, name)) for name, dtype in _CASTS.items())
+    return {n: dtype for n, dtype, spec in operands if spec is not None and spec.dtype != dtype}
 
 
 def copies(x: Operands, kind: str = "dense") -> tuple[str, ...]:
@@ -81,12 +81,12 @@ def may_share(one: ArraySpec, other: ArraySpec, apart: int) -> bool:
     if not -extent(other) < apart < extent(one):
         return False
     dims = [_dims(spec) for spec in (one, other)]
-    for period in {step for own in dims for _, step in own}:
+    for period in {step for array in dims for _, step in array}:
         widths = []
-        for spec, own in zip((one, other), dims, strict=True):
-            if any(step > period and step % period for _, step in own):
+        for spec, array in zip((one, other), dims, strict=True):
+            if any(step > period and step % period for _, step in array):
                 break
-            inner = sum([(size - 1) * step for size, step in own if step < period])
+            inner = sum([(size - 1) * step for size, step in array if step < period])
             widths.append(inner + item_bytes(spec.dtype))
         else:
             between = apart % period

@@ -132,12 +132,12 @@ def plan(
     forward, rejected = _choose("forward", problem, device, toolchain, named, backend)
     backward = None
     if problem.needs_grad:
-        own = named is not None and any(
+        has_backward = named is not None and any(
             v.direction == "backward" and not v.why_not(problem, device, toolchain)
             for v in named.kernels()
         )
         backward, more = _choose(
-            "backward", problem, device, toolchain, named if own else None, backend
+            "backward", problem, device, toolchain, named if has_backward else None, backend
         )
         rejected += more
         if problem.page_size and backward.gathers_pages:
@@ -168,15 +168,15 @@ def _left_to_others(v: Variant, problem, device, toolchain, named: Overrides | N
     """Why a variant that is not named leaves a problem to others that take it: to any, or to those
     of the named backend."""
     preferences = [] if named and named.variant else v.preferences
-    found = [other for prefers in preferences if (other := prefers(problem, device))]
+    preferred = [other for prefers in preferences if (other := prefers(problem, device))]
     return [
         f"{capability.label(other.backend, other.variant)} is preferred {other.why}"
-        for other in found
+        for other in preferred
         if (named is None or named.backend == other.backend)
         and any(
-            not own.why_not(problem, device, toolchain)
-            for own in Overrides(other.backend, other.variant).kernels()
-            if own.direction == v.direction
+            not kernel.why_not(problem, device, toolchain)
+            for kernel in Overrides(other.backend, other.variant).kernels()
+            if kernel.direction == v.direction
         )
     ]
 
@@ -212,7 +212,7 @@ def _choose(
             else:
                 chosen = v
         rejected += _rejections(row, told, chosen)
-        refused += _rejections(row, [own for own in told if own[0] in allowed], None)
+        refused += _rejections(row, [one for one in told if one[0] in allowed], None)
     if chosen is None:
         who = f"backend={backend!r} cannot run" if named else "no kernel can run"
         why = "; ".join(f"{r.label}: {', '.join(r.reasons)}" for r in rejected)
@@ -242,8 +242,8 @@ def stored_as(plan: Plan, **facts: bool) -> Plan:
     if problem == plan.problem:
         return plan
     tiles = _configs(problem, plan.device, None, plan.variant_of("backward"), None, plan.by_hand)
-    own = {kernel: config for kernel, (config, _) in tiles.items()}
-    return replace(plan, problem=problem, configs=plan.configs | own)
+    adapted = {kernel: config for kernel, (config, _) in tiles.items()}
+    return replace(plan, problem=problem, configs=plan.configs | adapted)
 
 
 def _configs(
@@ -321,9 +321,9 @@ def explain(plan: Plan, update: str | None = None) -> str:
         lines.append(f"update    {where}")
     if plan.backward:
         lines.append(f"backward  {plan.variant_of('backward').label} [{plan.backward_level}]")
-    found = plan.sizes()
-    if found.num_splits > 1:
-        lines.append(f"splits    {found.num_splits}")
+    planned = plan.sizes()
+    if planned.num_splits > 1:
+        lines.append(f"splits    {planned.num_splits}")
     for kernel, c in plan.configs.items():
         lines.append(
             f"tiles     {kernel}: {c.block_m} x {c.block_n}, {c.num_warps} warps,"
@@ -334,7 +334,7 @@ def explain(plan: Plan, update: str | None = None) -> str:
         lines.append(f"scheduler {plan.scheduler}")
     if plan.short_q:
         lines.append(f"sequences {words_of_sequences(plan)}")
-    lines += _words_of(found)
+    lines += _words_of(planned)
     if plan.backward:
         lines += _words_of(plan.sizes(direction="backward"))
     lines += [f"note      {note}" for note in plan.notes]
@@ -359,14 +359,14 @@ def words_of_sequences(plan: Plan) -> str:
     return f"up to {plan.short_q} queries: {short}; longer ones: hopper.forward"
 
 
-def _words_of(found: Sizes) -> list[str]:
+def _words_of(planned: Sizes) -> list[str]:
     """Grids and scratch, line by line."""
     lines = []
-    for kernel, launch in found.launches.items():
+    for kernel, launch in planned.launches.items():
         grid = " x ".join(str(size) for size in launch.grid if size != 1) or "1"
         numbers = "".join(f", {name}={value}" for name, value in launch.numbers.items())
         lines.append(f"grid      {kernel}: {grid} programs{numbers}")
-    if found.workspaces:
-        words = ", ".join(f"{w.name} {w.buffer.nbytes}" for w in found.workspaces)
+    if planned.workspaces:
+        words = ", ".join(f"{w.name} {w.buffer.nbytes}" for w in planned.workspaces)
         lines.append(f"scratch   {words} bytes")
     return lines

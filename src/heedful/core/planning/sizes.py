@@ -102,8 +102,8 @@ def of(plan: "Plan", problem: AttentionProblem, direction: str, stored_k: int | 
     launches, workspaces = {}, []
     for kernel in plan.configs:
         if kernel in _FORWARD:
-            own, scratch = _FORWARD[kernel](plan, problem, splits)
-            launches |= own
+            more, scratch = _FORWARD[kernel](plan, problem, splits)
+            launches |= more
             workspaces += scratch
     if "portable.scores" in plan.configs and problem.return_probs:
         config = plan.configs["portable.scores"]

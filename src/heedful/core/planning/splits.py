@@ -162,7 +162,7 @@ def fewest(grid: Grid, units: int, costs: Costs = COSTS) -> int:
 
 def _fewest(known: tuple, results: int) -> int:
     counts, times, each = known
-    times = [time + own * results for time, own in zip(times, each, strict=True)]
+    times = [time + cost * results for time, cost in zip(times, each, strict=True)]
     worth = min(times) / WORTH
     return next(n for n, time in zip(counts, times, strict=True) if time <= worth)
     raise AssertionError("the best is worth it")

@@ -66,9 +66,9 @@ class Overrides(str):
 
     def kernels(self) -> list[capability.Variant]:
         """The kernels that may run."""
-        own = [v for v in capability.VARIANTS if v.backend == self.backend]
-        chosen = {v.direction for v in own if v.name == self.variant}
-        return [v for v in own if v.name == self.variant or v.direction not in chosen]
+        variants = [v for v in capability.VARIANTS if v.backend == self.backend]
+        chosen = {v.direction for v in variants if v.name == self.variant}
+        return [v for v in variants if v.name == self.variant or v.direction not in chosen]
 
 
 def named(backend: str, variant: str = "", **options: int) -> Overrides:
@@ -78,9 +78,9 @@ def named(backend: str, variant: str = "", **options: int) -> Overrides:
     chosen = Overrides(backend, variant, options)
     if backend not in capability.backends():
         raise ValueError(f"there is no backend {backend!r}")
-    if variant and variant not in [own.name for own in chosen.kernels()]:
+    if variant and variant not in [each.name for each in chosen.kernels()]:
         raise ValueError(f"there is no variant {variant!r} of the backend {backend!r}")
-    tiles = {kernel for own in chosen.kernels() for kernel in own.configs}
+    tiles = {kernel for each in chosen.kernels() for kernel in each.configs}
     known = {option for kernel in tiles for option in OPTIONS.get(kernel, ())}
     if not known.issuperset(options):
         words = ", ".join(sorted(known)) or "none"
@@ -93,13 +93,13 @@ def forced(words: str) -> str:
     it. A backend's name alone, an alias, or a choice is returned as it is. Raises ValueError."""
     if isinstance(words, Overrides):
         return words
-    kernel, *given = words.split("+")
+    kernel, *texts = words.split("+")
     backend, _, variant = kernel.partition("/")
-    if not (given or variant):
+    if not (texts or variant):
         return words
     backend, alias = capability.ALIASES.get(backend, (backend, ""))
     options = {}
-    for text in given:
+    for text in texts:
         option, _, value = text.partition("=")
         if option in options or not value.isdecimal():
             raise ValueError(f"options must be OPTION=NUMBER, each once, got {words!r}")
@@ -121,11 +121,11 @@ def asked(backend: str | None) -> Overrides | None:
 def with_options(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionProblem) -> ConfigRow:
     """A config row with those options that its kernel has. Raises ValueError for values that it
     cannot have."""
-    own = {name: value for name, value in chosen.items() if name in OPTIONS.get(row.kernel, ())}
-    if not own:
+    values = {name: value for name, value in chosen.items() if name in OPTIONS.get(row.kernel, ())}
+    if not values:
         return row
     types = {f.name: bool if f.type in (bool, "bool") else int for f in fields(row.config)}
-    made: dict[str, Any] = {name: types[name](value) for name, value in own.items()}
+    made: dict[str, Any] = {name: types[name](value) for name, value in values.items()}
     if problem.deterministic and not made.get("draws", True):
         raise ValueError("backend: a deterministic backward draws its tiles, got draws=0")
     if problem.num_splits and "key_splits" in made:

@@ -297,7 +297,7 @@ def _latent(name: str, few_rows: Gate) -> Variant:
 _HELD = {"softcap", "dropout"}
 
 
-def _hopper_backward(name: str, features: set[str], max_dim: int, *own: Gate) -> Variant:
+def _hopper_backward(name: str, features: set[str], max_dim: int, *more: Gate) -> Variant:
     """A Hopper backward. features: what it takes beyond those of all."""
     kernel = "hopper.backward" if name == "backward" else f"hopper.backward_{name}"
     # Its inline assembly: sums of dQ are stored by cp.reduce.async.bulk.
@@ -310,7 +310,7 @@ def _hopper_backward(name: str, features: set[str], max_dim: int, *own: Gate) ->
         *(kernel, "portable.scores"),
         direction="backward",
         max_dim=max_dim,
-        gates=(*_TMA_GATES, gates.aligned_draws, gates.near_softcap, *own),
+        gates=(*_TMA_GATES, gates.aligned_draws, gates.near_softcap, *more),
     )
 
 
@@ -504,9 +504,9 @@ class KernelRow(NamedTuple):
     def taking(self, problem: AttentionProblem, also=()) -> tuple[Variant, ...]:
         """Those for queries of this dtype, and for its keys if they convert; all if there are
         none, so that each gives its reason. also: some that are asked for by name."""
-        own = [v for v in self.variants if v in also or problem.dtype in v.dtypes]
-        own = [v for v in own if v in also or not v.converts or v.stores(problem)]
-        return tuple(own) or self.variants
+        taken = [v for v in self.variants if v in also or problem.dtype in v.dtypes]
+        taken = [v for v in taken if v in also or not v.converts or v.stores(problem)]
+        return tuple(taken) or self.variants
 
 
 # Names that chose one kernel before its backend was named.
@@ -520,18 +520,18 @@ def label(backend: str, variant: str) -> str:
 
 def rows(direction: str) -> list[KernelRow]:
     """The backends of a direction, best first."""
-    own = (v for v in VARIANTS if v.direction == direction)
-    return [KernelRow(name, direction, tuple(of)) for name, of in groupby(own, lambda v: v.backend)]
+    by_backend = groupby((v for v in VARIANTS if v.direction == direction), lambda v: v.backend)
+    return [KernelRow(name, direction, tuple(of)) for name, of in by_backend]
 
 
 def variant(backend: str, direction: str, name: str = "") -> Variant:
     """A kernel by its names. Raises LookupError if there is none."""
-    own = {v.name: v for v in VARIANTS if (v.backend, v.direction) == (backend, direction)}
-    if name in own:
-        return own[name]
-    if not own:
+    by_name = {v.name: v for v in VARIANTS if (v.backend, v.direction) == (backend, direction)}
+    if name in by_name:
+        return by_name[name]
+    if not by_name:
         raise LookupError(f"backend {backend!r} has no {direction} (of {', '.join(backends())})")
-    names = ", ".join(map(repr, own))
+    names = ", ".join(map(repr, by_name))
     raise LookupError(f"{backend} has no {direction} {name!r}, only {names}")
 
 

@@ -123,21 +123,21 @@ _LEAST_SPILLS = "sm_90, Triton 3.9: fewest spills of those compiled; others not 
 _Tile = tuple[int, int, int, int]
 
 
-def _hopper(max_dim: int, tile: _Tile, when=where.always, measured=_H200_GLUON, **how):
-    config = tiles.HopperForwardConfig(*tile, **how)
+def _hopper(max_dim: int, tile: _Tile, when=where.always, measured=_H200_GLUON, **options):
+    config = tiles.HopperForwardConfig(*tile, **options)
     return ConfigRow("hopper.forward", ("sm_90",), max_dim, config, measured, when)
 
 
-def _hopper_fp8(max_dim: int, tile: _Tile, when=where.always, **how):
-    config = tiles.HopperFp8Config(*tile, **how)
+def _hopper_fp8(max_dim: int, tile: _Tile, when=where.always, **options):
+    config = tiles.HopperFp8Config(*tile, **options)
     return ConfigRow("hopper.fp8_forward", ("sm_90",), max_dim, config, _H200_GLUON, when)
 
 
 def _hopper_backward(
-    max_dim: int, tile: _Tile, when=where.always, measured=_H200_23, kernel="hopper.backward", **how
+    dim: int, tile: _Tile, when=where.always, measured=_H200_23, kernel="hopper.backward", **options
 ):
-    config = tiles.HopperBackwardConfig(*tile, **how)
-    return ConfigRow(kernel, ("sm_90",), max_dim, config, measured, when)
+    config = tiles.HopperBackwardConfig(*tile, **options)
+    return ConfigRow(kernel, ("sm_90",), dim, config, measured, when)
 
 
 # Speed over a program for each tile: 1.06 at 16 x 1024, 1.02 at 4 x 4096; with a larger last group
@@ -204,7 +204,7 @@ def _decode(
     bits: int = 16,
     paged: bool | None = None,
     also: Callable[[AttentionProblem], bool] = where.always,
-    **how,
+    **options,
 ) -> ConfigRow:
     """A config row for up to `rows` query rows of a KV head, caches of at most `bits` bits a value,
     in pages, not in pages or both (None), and problems that `also` accepts. tile: keys, warps,
@@ -229,7 +229,7 @@ def _decode(
     # Timed in bfloat16 at D128, and assumed for the others: 1 x 1024 keys in eight segments take
     # 9.8 us, in four 10.8; 1 x 2048 in sixteen 11.3, in eight 11.1 (H200, 2026-11-26).
     fewest = 8 if archs == ("sm_90",) and max_dim <= 256 else 1
-    config = tiles.DecodeConfig(rows, *tile, fewest_shares=fewest, **how)
+    config = tiles.DecodeConfig(rows, *tile, fewest_shares=fewest, **options)
     return ConfigRow("decode.forward", archs, max_dim, config, measured, when)
 
 
@@ -238,16 +238,16 @@ def _hopper_decode(
     keys: int,
     stages: int,
     when: Callable[[AttentionProblem], bool] = where.always,
-    **how,
+    **options,
 ) -> ConfigRow:
-    config = tiles.HopperDecodeConfig(64, keys, 4, stages, fewest_shares=8, **how)
+    config = tiles.HopperDecodeConfig(64, keys, 4, stages, fewest_shares=8, **options)
     return ConfigRow("hopper_decode.forward", ("sm_90",), max_dim, config, _H200_26, when)
 
 
-def _mla(how: dict[str, Any], *when: Callable[[AttentionProblem], bool]) -> ConfigRow:
+def _mla(options: dict[str, Any], *when: Callable[[AttentionProblem], bool]) -> ConfigRow:
     """A config row for problems that all of `when` accept. Programs that wait for each other must
     run at once: the device needs an SM for each line of work tiles (core/planning/sizes.py)."""
-    config = tiles.MlaConfig(64, 128, programs=1, least_tiles=2, **how)
+    config = tiles.MlaConfig(64, 128, programs=1, least_tiles=2, **options)
     timed = _H200_26 if config.query_boxes else _H200_25
     measured = _LEAST_SPILLS if where.small_pages in when else timed
     units = where.MLA_SMS // where.MLA_LEAST_SMS if config.merge else 0
@@ -255,10 +255,10 @@ def _mla(how: dict[str, Any], *when: Callable[[AttentionProblem], bool]) -> Conf
 
 
 def _mla_swap_ab(
-    rows: int, how: dict[str, Any], *when: Callable[[AttentionProblem], bool]
+    rows: int, options: dict[str, Any], *when: Callable[[AttentionProblem], bool]
 ) -> ConfigRow:
     """As `_mla`, for tiles of `rows` rows."""
-    config = tiles.MlaSwapConfig(rows, 64, 4, 2, programs=1, **how)
+    config = tiles.MlaSwapConfig(rows, 64, 4, 2, programs=1, **options)
     units = where.MLA_SMS // where.MLA_SWAP_LEAST_SMS if config.merge else 0
     kernel = "mla_swap_ab.forward"
     return ConfigRow(kernel, ("sm_90",), 576, config, _H200_26, _all_of(when), units)
@@ -425,9 +425,9 @@ ROWS: list[ConfigRow] = [
     # Two blocks of keys. With part of a third, 16 heads over 64 x 8192 keys take 152.4 us instead
     # of 148.6 (H200, 2026-11-26).
     *(
-        _mla_swap_ab(rows, how, of_rows, when)
+        _mla_swap_ab(rows, options, of_rows, when)
         for rows, of_rows in ((16, where.sixteen_rows), (32, where.always))
-        for when, how in (
+        for when, options in (
             (where.all_merge_sooner, {"merge": 1, "least_tiles": 2}),
             (where.always, {"least_tiles": 4}),
         )
@@ -437,8 +437,8 @@ ROWS: list[ConfigRow] = [
     # boxes of queries in registers they take 224.3 us instead of 230.3, but 64 x 1024 54.9 instead
     # of 53.8 (H200, 2026-11-26).
     *(
-        _mla(how, *when)
-        for when, how in (
+        _mla(options, *when)
+        for when, options in (
             ((where.small_pages, where.merge_outlasts_waiting), {**_MLA_PAGES, "merge": 1}),
             ((where.small_pages, where.several_tiles_of_rows), {**_MLA_PAGES, **_MLA_TILES}),
             ((where.small_pages,), _MLA_PAGES),

@@ -41,9 +41,8 @@ class TileConfig:
 
     def words(self) -> str:
         """The other fields that differ from their defaults, as name=value."""
-        own = [f for f in fields(self) if f.name not in _TILE_FIELDS]
-        found = ((f.name, getattr(self, f.name)) for f in own if getattr(self, f.name) != f.default)
-        return " ".join(f"{name}={value}" for name, value in found)
+        others = ((f, getattr(self, f.name)) for f in fields(self) if f.name not in _TILE_FIELDS)
+        return " ".join(f"{f.name}={value}" for f, value in others if value != f.default)
 
 
 _TILE_FIELDS = frozenset(f.name for f in fields(TileConfig))
@@ -279,8 +278,8 @@ class HopperFp8Config(HopperConfig):
         few = problem.seqlen_q * problem.group < TRANSPOSE_ROWS
         packed = problem.varlen_k or problem.varlen_q
         wide = problem.out_dtype == "float32" and problem.head_dim_v > 64
-        own = self.transposes_v and not (few or packed or wide)
-        return replace(self, transposes_v=own)
+        transposes = self.transposes_v and not (few or packed or wide)
+        return replace(self, transposes_v=transposes)
 
 
 @dataclass(frozen=True, slots=True)

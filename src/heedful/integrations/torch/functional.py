@@ -148,13 +148,13 @@ def _known(query: Any, key: Any, value: Any, facts: tuple) -> tuple[Any, Tensor 
         records, deterministic = is_grad_enabled(), are_deterministic_algorithms_enabled()
         how = ("sdpa", facts, records, deterministic, query.shape, key.shape)
         way = CALLS.young.get(how)
-        addresses = way and way.like.addresses((query, key, value))
+        addresses = way and way.likeness.addresses((query, key, value))
     except (TypeError, RuntimeError):
         # An argument that cannot be hashed, or a tensor without plain memory.
         return None, None
     if way is None or addresses is None:
         return how, None
-    out = way.on(addresses)[0]
+    out = way.run_on(addresses)[0]
     _note_now(None)
     return how, out.transpose(1, 2)
 

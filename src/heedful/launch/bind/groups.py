@@ -147,15 +147,15 @@ _MAKE = {
 def arrays(group: type[Group], buffers: Buffers, divisor: int = 1, /, **others: Any) -> Group:
     """A group of arrays that have the names of its fields, each as the group declares it. divisor:
     of the strides of rows. others: the fields that are filled in another way."""
-    found = {}
+    filled = {}
     for name, _, kind in declared(group):
         if name in others:
             continue
         if kind in _WITH_DIVISOR:
-            found[name] = _WITH_DIVISOR[kind](buffers, name, divisor)
+            filled[name] = _WITH_DIVISOR[kind](buffers, name, divisor)
         else:
-            found[name] = _MAKE[kind](buffers, name)
-    return group(**found, **others)
+            filled[name] = _MAKE[kind](buffers, name)
+    return group(**filled, **others)
 
 
 def names_of_rows(group: type) -> list[str]:
@@ -166,12 +166,12 @@ def names_of_rows(group: type) -> list[str]:
 def constants(group: type[Group], *sources: Any, **others: Any) -> Group:
     """A group of constants: `BLOCK_M` is the `block_m` of the first source that has one. others:
     the fields that are named otherwise. Raises AttributeError for a field that nothing gives."""
-    found = {}
+    filled = {}
     for name, _, _ in declared(group):
         if name not in others:
-            own = name.lower()
-            found[name] = getattr(next((x for x in sources if hasattr(x, own)), group), own)
-    return group(**found, **others)
+            field = name.lower()
+            filled[name] = getattr(next((x for x in sources if hasattr(x, field)), group), field)
+    return group(**filled, **others)
 
 
 def stored_keys(buffers: Buffers, page_size: int) -> int:
@@ -213,22 +213,22 @@ def row_ranges(buffers: Buffers) -> kinds.RowArray:
 
 def mask(problem: AttentionProblem, buffers: Buffers) -> shared.Mask:
     """The group that says which keys a query sees. A side without a bound is FAR."""
-    given = problem.mask
+    spec = problem.mask
     tree = buffers.get("tree_mask")
     # A tree mask of batch 1 is for all sequences.
     batch_stride = tree.strides[0] if tree and tree.shape[0] > 1 else 0
     return shared.Mask(
-        left=Scalar(min(given.left, FAR) if given.left >= 0 else FAR),
-        right=Scalar(min(given.right, FAR) if given.right >= 0 else FAR),
-        first=Scalar(min(given.first, FAR)),
-        bottom_right=Scalar(int(given.bottom_right)),
-        shift=Scalar(max(-FAR, min(given.shift, FAR))),
+        left=Scalar(min(spec.left, FAR) if spec.left >= 0 else FAR),
+        right=Scalar(min(spec.right, FAR) if spec.right >= 0 else FAR),
+        first=Scalar(min(spec.first, FAR)),
+        bottom_right=Scalar(int(spec.bottom_right)),
+        shift=Scalar(max(-FAR, min(spec.shift, FAR))),
         tree=pointer(buffers, "tree_mask"),
         stride_treeb=stride(batch_stride) if tree else None,
         stride_treem=row_stride(tree.strides[1]) if tree else None,
         ranges=row_ranges(buffers),
-        HAS_LEFT=given.left >= 0,
-        HAS_RIGHT=given.right >= 0,
+        HAS_LEFT=spec.left >= 0,
+        HAS_RIGHT=spec.right >= 0,
         RANGES=problem.key_ranges or None,
     )
 

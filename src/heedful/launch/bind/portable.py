@@ -253,7 +253,7 @@ def _probs_call(
     divisor = shared_divisor(buffers, ("q", "k"))
     # Rows whose maximum and sum are computed again add the sink.
     blocks = tile(problem, config.block_m, config.block_n, divisor)
-    given = params(problem, blocks, buffers, has_sink=True, is_cached=True)
+    whole = params(problem, blocks, buffers, has_sink=True, is_cached=True)
     descales = groups.descales(problem, buffers)._replace(v=absent(Descale))
     return kernel_call(
         "forward.probabilities.signed_probabilities",
@@ -265,7 +265,7 @@ def _probs_call(
             divisor,
             probs=groups.score_array(buffers, "probs")._replace(stride_n=1),
         ),
-        params=given._replace(descales=descales),
+        params=whole._replace(descales=descales),
         **scalars(**launch.numbers),
     )
 
@@ -275,12 +275,12 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
     stored_k = None if problem.varlen_k else buffers["k"].shape[1]
     sizes = plan.sizes(direction="backward", stored_k=stored_k)
     buffers = with_scratch(buffers, sizes)
-    given = problem, plan, sizes, buffers
+    common = problem, plan, sizes, buffers
     calls = [
         # First, since it also computes delta. Rows whose maximum and sum are computed again take
         # the sink.
-        _gradients_call(*given, "queries", has_sink=True),
-        _gradients_call(*given, "keys", IS_GQA=problem.group > 1),
+        _gradients_call(*common, "queries", has_sink=True),
+        _gradients_call(*common, "keys", IS_GQA=problem.group > 1),
         *calls_beside(problem, plan, buffers),
     ]
     return Program(tuple(calls), sizes.workspaces)

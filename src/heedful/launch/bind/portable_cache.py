@@ -85,11 +85,11 @@ def ahead(
 ) -> Program:
     """`update` for the arrays of a call: lengths are written to seqused_k, and q_new, if there is
     one, is rotated into q."""
-    given, names = {**buffers, "seqused": buffers["seqused_k"]}, {"seqused": "seqused_k"}
+    arrays, names = {**buffers, "seqused": buffers["seqused_k"]}, {"seqused": "seqused_k"}
     if "q_new" in buffers:
-        given |= {"q": buffers["q_new"], "rotated": buffers["q"]}
+        arrays |= {"q": buffers["q_new"], "rotated": buffers["q"]}
         names |= {"q": "q_new", "rotated": "q"}
-    return update(given, page_size, interleaved, advance, position0).renamed(names)
+    return update(arrays, page_size, interleaved, advance, position0).renamed(names)
 
 
 def within_decode(

@@ -53,11 +53,11 @@ def step(
     names = {"seqused_k": "cache_seqlens"}
     if "q_new" in buffers:
         names["q"] = "q_new"
-    given = {**buffers, **{name: buffers[own] for name, own in names.items()}}
+    arrays = {**buffers, **{name: buffers[source] for name, source in names.items()}}
     append = portable_cache.within_decode(
-        given, problem.page_size, interleaved, problem.mask.bounded, position0
+        arrays, problem.page_size, interleaved, problem.mask.bounded, position0
     )
-    call = make(problem, plan, sizes, with_scratch(given, sizes), append)
+    call = make(problem, plan, sizes, with_scratch(arrays, sizes), append)
     return Program((call,), sizes.workspaces).renamed(names)
 
 

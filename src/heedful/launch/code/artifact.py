@@ -111,11 +111,11 @@ def map_words(artifact: Artifact) -> tuple[dict[str, int], int]:
     """Where in a launch's buffer, after the parameters, the words of each tensor map begin, and
     where they all end. A map is encoded from words of 8 bytes: the address, the sizes, innermost
     first, and the strides in bytes without the first."""
-    end, found = -(-artifact.parameter_bytes // 8) * 8, {}
+    end, places = -(-artifact.parameter_bytes // 8) * 8, {}
     for name, meta in artifact.tensor_maps.items():
-        found[name] = end
+        places[name] = end
         end += 8 * 2 * len(meta["block_size"])
-    return found, end
+    return places, end
 
 
 def size_of(kind: str) -> tuple[int, int]:

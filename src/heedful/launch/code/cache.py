@@ -68,15 +68,15 @@ class DiskCache:
         with self._open() or nullcontext() as folder:
             if folder is None:
                 return make(), True
-            found = self._load(folder, key)
-            if found is not None:
-                return found, False
+            artifact = self._load(folder, key)
+            if artifact is not None:
+                return artifact, False
             if self._read_only:
                 return make(), True
             with folder.lock(f"{key}.lock", patience_s=PATIENCE_SECONDS):
-                found = self._load(folder, key)
-                if found is not None:
-                    return found, False
+                artifact = self._load(folder, key)
+                if artifact is not None:
+                    return artifact, False
                 made = make()
                 self._keep(folder, key, made)
         return made, True

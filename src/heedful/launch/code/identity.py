@@ -55,10 +55,10 @@ def files_digest(files: Iterable[Path]) -> str:
 def toolchain(of: installed.Compiler | None = None) -> str:
     """A compiler, by default the one that would compile here, with the environment variables for
     it, as part of a key; empty without Triton."""
-    found = of or installed.compiler()
-    if found is None:
+    compiler = of or installed.compiler()
+    if compiler is None:
         return ""
-    return " ".join((f"triton {found.version}", *_assemblers(found.root), *_environment()))
+    return " ".join((f"triton {compiler.version}", *_assemblers(compiler.root), *_environment()))
 
 
 @cache
@@ -70,8 +70,8 @@ def _assemblers(root: Path) -> list[str]:
 
 def told() -> dict[str, str]:
     """The variables of the environment that change what the compiler makes."""
-    found = sorted(os.environ.items())
-    return {n: value for n, value in found if n.startswith(_TOLD) and not n.startswith(_PLACES)}
+    variables = sorted(os.environ.items())
+    return {n: value for n, value in variables if n.startswith(_TOLD) and not n.startswith(_PLACES)}
 
 
 def _environment() -> Iterator[str]:

@@ -82,9 +82,9 @@ def read_manifest(content: bytes) -> tuple[dict[str, str], dict[str, tuple[int, 
     except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else None
+        version = manifest.get("format") if isinstance(manifest, dict) else None
         raise ValueError(
-            f"has format {found}, wanted {FORMAT}: prebuild it with this version of heedful"
+            f"has format {version}, wanted {FORMAT}: prebuild it with this version of heedful"
         )
     try:
         digests = {key: str(facts["sha256"]) for key, facts in manifest["kernels"].items()}

@@ -63,9 +63,9 @@ def source(call: KernelCall):
     than the kernel declares.
     """
     kernel = function(call.kernel)
-    given = call.parameters
-    if set(given) != set(kernel.arg_names):
-        missing, extra = set(kernel.arg_names) - set(given), set(given) - set(kernel.arg_names)
+    passed, wanted = set(call.parameters), set(kernel.arg_names)
+    if passed != wanted:
+        missing, extra = wanted - passed, passed - wanted
         raise TypeError(
             f"{call.kernel.function}: missing {sorted(missing)}, unknown {sorted(extra)}"
         )
@@ -81,7 +81,7 @@ def source(call: KernelCall):
         return leaf.type
 
     for position, name in enumerate(kernel.arg_names):
-        signature[name] = map_leaves(name, given[name], bind, (position,))
+        signature[name] = map_leaves(name, call.parameters[name], bind, (position,))
     if call.kernel.dialect == "gluon":
         from triton.experimental.gluon._runtime import GluonASTSource
 

@@ -89,9 +89,9 @@ def figures(device: int) -> dict:
         check(library.cuDeviceGetAttribute(byref(value), c_int(number), handle))
         return value.value
 
-    found = {figure: attribute(number) for figure, number in _FIGURES.items()}
+    live = {figure: attribute(number) for figure, number in _FIGURES.items()}
     arch = f"sm_{attribute(_MAJOR)}{attribute(_MINOR)}"
-    return {"name": name.value.decode(), "arch": arch, **found}
+    return {"name": name.value.decode(), "arch": arch, **live}
 
 
 def load(artifact: Artifact, device: int) -> c_void_p:
@@ -215,21 +215,21 @@ class Slot:
         words of both without the address, both maps, and the driver's arguments. Empty if no
         earlier one has its box and type."""
         first: dict[str, str] = {}
-        memory, found = memoryview(self.buffer).cast("B"), []
+        memory, twins = memoryview(self.buffer).cast("B"), []
         for name, word in words.items():
             meta = artifact.tensor_maps[name]
             other = first.setdefault(repr(sorted(meta.items())), name)
             if other == name:
-                found.append(())
+                twins.append(())
                 continue
             count = 8 * (2 * len(meta["block_size"]) - 1)
             # Compared by words, not by bytes.
-            own, others = (memory[w + 8 : w + 8 + count].cast("q") for w in (word, words[other]))
+            mine, others = (memory[w + 8 : w + 8 + count].cast("q") for w in (word, words[other]))
             maps = (memory[places[n] : places[n] + TENSOR_MAP_BYTES] for n in (name, other))
             address = c_void_p.from_buffer(self.buffer, word)
-            given = byref(self.buffer, places[name]), address
-            found.append((own, others, *maps, given))
-        return found
+            replacing = byref(self.buffer, places[name]), address
+            twins.append((mine, others, *maps, replacing))
+        return twins
 
     def set_grid(self, x: int, y: int, z: int) -> None:
         """Sets the grid in programs, of which a cluster has several."""
@@ -245,9 +245,9 @@ class Slot:
         """Encodes all maps."""
         for arguments, twin in self._maps:
             if twin and twin[0] == twin[1]:
-                _, _, own, other, given = twin
-                own[:] = other
-                code = _replace(*given)
+                _, _, mine, other, replacing = twin
+                mine[:] = other
+                code = _replace(*replacing)
             else:
                 code = _encode(*arguments)
             if code:

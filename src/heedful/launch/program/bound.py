@@ -61,11 +61,11 @@ class KernelKind:
                 f"{call.kernel.function} is compiled for clusters of {artifact.cluster}, "
                 f"the launch asks for {call.cluster}"
             )
-        own, key = driver(vendor_of(arch)), (device, arch, call.specialization)
+        loader, key = driver(vendor_of(arch)), (device, arch, call.specialization)
         if key not in _functions:
-            _functions[key] = own.load(artifact, device)
+            _functions[key] = loader.load(artifact, device)
         queued = call.programmatic, call.cooperative
-        self._new_slot = partial(own.Slot, artifact, _functions[key], device, *queued)
+        self._new_slot = partial(loader.Slot, artifact, _functions[key], device, *queued)
         self.grid = slice(begin, begin + 3)
         offsets = {p.name: p.offset for p in artifact.parameters}
         places = {name: names.index(buffer) for name, buffer in _buffers(call).items()}
@@ -131,8 +131,8 @@ class Together:
         self.kernels, self.count = kernels, len(kernels)
         # For each tensor map: its kernel, its number there, and places as in KernelKind.maps.
         self.maps = [
-            (at, number, index, offset)
-            for at, kernel in enumerate(kernels)
+            (which, number, index, offset)
+            for which, kernel in enumerate(kernels)
             for number, (index, offset, _) in enumerate(kernel.maps)
         ]
         # One more: for a single place itemgetter would not return a tuple.
@@ -190,17 +190,17 @@ class BoundProgram:
         for kernel, buffer in zip(kind.kernels, buffers, strict=True):
             kernel.fill(buffer, self._numbers, addresses)
         if self._rest is None:
-            self._rest = [buffers[at][begin:end] for at, begin, end in kind.parts]
-        for encoded, known, (at, number, index, offset) in zip(
+            self._rest = [buffers[which][begin:end] for which, begin, end in kind.parts]
+        for encoded, known, (which, number, index, offset) in zip(
             maps, self._encoded, kind.maps, strict=True
         ):
             if encoded is not None:
-                _pack_map(buffers[at], offset, encoded)
+                _pack_map(buffers[which], offset, encoded)
                 continue
             if len(known) >= _MOST_MAPS:
                 known.clear()
-            slots.each[at].encode(number)
-            known[addresses[index]] = buffers[at][offset : offset + TENSOR_MAP_BYTES]
+            slots.each[which].encode(number)
+            known[addresses[index]] = buffers[which][offset : offset + TENSOR_MAP_BYTES]
 
 
 def _nothing(*_) -> None:
@@ -225,9 +225,9 @@ class ProgramKind:
         """numbers: those of each kernel, as from `numbers_of`. before: how many other numbers
         precede them in a call."""
         self._kernels: list[KernelKind] = []
-        for call, own in zip(program.calls, numbers, strict=True):
-            self._kernels.append(KernelKind(call, arch, device, names, own, before))
-            before += len(changing(own))
+        for call, call_numbers in zip(program.calls, numbers, strict=True):
+            self._kernels.append(KernelKind(call, arch, device, names, call_numbers, before))
+            before += len(changing(call_numbers))
         # By which kernels have a grid that is not empty.
         self._together: dict[tuple[bool, ...], Together] = {}
 
@@ -276,29 +276,29 @@ def _buffers(call: KernelCall) -> dict[str, str]:
 
 def _fields(call: KernelCall, artifact: Artifact) -> list[tuple[int, str, int]]:
     """(offset in the buffer, format, place among the call's numbers)."""
-    at = _DIMS
+    index = _DIMS
     words, _ = map_words(artifact)
     formats = {
         p.name: (p.offset, _FORMATS[p.type]) for p in artifact.parameters if p.type in _FORMATS
     }
-    found: list[tuple[int, str, int]] = []
+    fields: list[tuple[int, str, int]] = []
     for name, argument in call.arguments.items():
         match argument:
             case Scalar():
-                found.append((*formats[name], at))
-                at += 1
+                fields.append((*formats[name], index))
+                index += 1
             case TensorMap(shape=shape):
                 rank = len(shape)
                 for i in range(rank):
-                    found.append((*formats[f"{name}.shape[{i}]"], at + i))
-                    found.append((*formats[f"{name}.strides[{i}]"], at + rank + i))
+                    fields.append((*formats[f"{name}.shape[{i}]"], index + i))
+                    fields.append((*formats[f"{name}.strides[{i}]"], index + rank + i))
                 # Innermost first, after the address: sizes, then steps.
-                inward = [at + i for i in reversed(range(rank))]
-                inward += [at + 2 * rank + i for i in reversed(range(rank - 1))]
+                inward = [index + i for i in reversed(range(rank))]
+                inward += [index + 2 * rank + i for i in reversed(range(rank - 1))]
                 first = words[name] + 8
-                found += [(first + 8 * n, "q", place) for n, place in enumerate(inward)]
-                at += 3 * rank - 1
-    return found
+                fields += [(first + 8 * n, "q", place) for n, place in enumerate(inward)]
+                index += 3 * rank - 1
+    return fields
 
 
 def _filler(
@@ -334,7 +334,7 @@ def _refiller(
     `rest`, the bytes between addresses and maps: the index of its buffer, its start and its end."""
     calls, parts, count = [], [], 0
     scope = {}
-    for at, (end, pointers, maps) in enumerate(layouts):
+    for which, (end, pointers, maps) in enumerate(layouts):
         fields = [(offset, 8, "Q", f"addresses[{place}]") for offset, place in pointers]
         fields += [
             (offset, TENSOR_MAP_BYTES, f"{TENSOR_MAP_BYTES}s", f"maps[{index}]")
@@ -346,10 +346,10 @@ def _refiller(
             if offset > position:
                 values += f", rest[{len(parts)}]"
                 layout += f"{offset - position}s"
-                parts.append((at, position, offset))
+                parts.append((which, position, offset))
             layout += kind
             values += f", {value}" * bool(kind)
             position = offset + size
-        scope[f"pack_{at}"] = struct.Struct(layout).pack_into
-        calls.append(f"pack_{at}(buffers[{at}], 0{values})")
+        scope[f"pack_{which}"] = struct.Struct(layout).pack_into
+        calls.append(f"pack_{which}(buffers[{which}], 0{values})")
     return evaluated.function("buffers, rest, addresses, maps", calls, scope), parts

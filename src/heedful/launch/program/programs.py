@@ -26,9 +26,9 @@ def program(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec] | None 
         )
     if direction == "backward" and plan.problem.page_size:
         plan = replace(plan, problem=plan.problem.gathered())
-    given = getattr(canonical, direction)(plan.problem) if buffers is None else buffers
-    canonical.check(plan.problem, given)
-    return getattr(importlib.import_module(kernel.program), direction)(plan.problem, plan, given)
+    arrays = getattr(canonical, direction)(plan.problem) if buffers is None else buffers
+    canonical.check(plan.problem, arrays)
+    return getattr(importlib.import_module(kernel.program), direction)(plan.problem, plan, arrays)
 
 
 def step(

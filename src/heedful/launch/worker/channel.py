@@ -35,15 +35,15 @@ def receive(channel: socket.socket, deadline: float | None = None) -> tuple[byte
 
 
 def _read(channel: socket.socket, size: int, deadline: float | None) -> bytes:
-    found = bytearray()
-    while len(found) < size:
+    message = bytearray()
+    while len(message) < size:
         if deadline is not None:
             channel.settimeout(max(0.001, deadline - time.monotonic()))
         try:
-            part = channel.recv(min(size - len(found), 1 << 20))
+            part = channel.recv(min(size - len(message), 1 << 20))
         except ConnectionError:
             part = b""
         if not part:
             raise EOFError("the other end is gone")
-        found += part
-    return bytes(found)
+        message += part
+    return bytes(message)

@@ -88,14 +88,14 @@ class Worker:
         if not sys.executable:
             raise OSError("this program has no Python of its own to start (sys.executable)")
         # Neither the current folder, nor the user's or the environment's packages are on its path.
-        own = str(Path(heedful.__file__).parents[1])
+        package = str(Path(heedful.__file__).parents[1])
         # Bytecode that limits cut short would stay in the package.
         command = [sys.executable, "-B", "-P", "-s", "-S", "-m", "heedful.launch.worker"]
         assert self._scratch is not None
         with open(self._scratch / "said", "wb") as said:
             return subprocess.Popen(
                 [*command, str(theirs.fileno()), str(IDLE_SECONDS)],
-                env=self._environment(os.pathsep.join([str(self._compiler.root), own])),
+                env=self._environment(os.pathsep.join([str(self._compiler.root), package])),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=said,
@@ -107,9 +107,9 @@ class Worker:
     def _environment(self, path: str) -> dict[str, str]:
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
         scratch = str(self._scratch)
-        own = {"PYTHONPATH": path, "PYTHONUTF8": "1", "HEEDFUL_TRITON": settings.PROCESS}
-        own |= dict.fromkeys(("TMPDIR", "TRITON_CACHE_DIR", "TRITON_HOME"), scratch)
-        return kept | told() | own
+        more = {"PYTHONPATH": path, "PYTHONUTF8": "1", "HEEDFUL_TRITON": settings.PROCESS}
+        more |= dict.fromkeys(("TMPDIR", "TRITON_CACHE_DIR", "TRITON_HOME"), scratch)
+        return kept | told() | more
 
     def _greet(self, channel: socket.socket) -> None:
         kind, data = receive(channel, self._deadline())

@@ -56,14 +56,14 @@ def install(what: str | None, say: Callable[[str], None]) -> Compiler:
     try:
         wanted = str(wheel) if wheel else f"triton=={version}"
         done = subprocess.run([*command, "--target", str(new), wanted], stdin=subprocess.DEVNULL)
-        found = installed.toolchain_in(new)
-        if done.returncode or found is None:
+        unpacked = installed.toolchain_in(new)
+        if done.returncode or unpacked is None:
             raise RuntimeError(f"{' '.join(command[:3])} could not install {wanted}: see above")
-        Worker(found).end()
+        Worker(unpacked).end()
         os.rename(new, made)
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    return Compiler(found.version, made, apart=True)
+    return Compiler(unpacked.version, made, apart=True)
 
 
 def _measured(wheel: Path) -> tuple[str, int]:
@@ -95,14 +95,14 @@ def _installer(is_offline: bool) -> list[str]:
 def named(version: str | None) -> Compiler:
     """The toolchain of a version, or of a folder's name; without one the newest. Raises ValueError
     where there is none."""
-    found = [one for one in installed.toolchains() if version in (None, one.version, one.root.name)]
+    fits = [one for one in installed.toolchains() if version in (None, one.version, one.root.name)]
     # For this Python first.
-    found.sort(key=lambda one: not one.root.name.endswith(installed.python_tag()))
-    if not found:
+    fits.sort(key=lambda one: not one.root.name.endswith(installed.python_tag()))
+    if not fits:
         there = ", ".join(one.version for one in installed.toolchains()) or "none"
         wanted = f" of Triton {version}" if version else ""
         raise ValueError(f"there is no toolchain{wanted}; installed: {there}")
-    return found[0]
+    return fits[0]
 
 
 def remove(version: str) -> Path:

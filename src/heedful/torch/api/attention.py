@@ -291,7 +291,7 @@ def plain_lengths(lengths: tuple, q, k, bias, block_table) -> tuple:
     TypeError."""
     most = _most_rows(q, bias, -2), _most_rows(k, bias, -1, block_table)
     names = "max_seqlen_q", "max_seqlen_k"
-    return tuple([plain_length(*given) for given in zip(names, lengths, most, strict=True)])
+    return tuple([plain_length(*of_side) for of_side in zip(names, lengths, most, strict=True)])
 
 
 def _most_rows(x, bias, dim: int, block_table=None) -> int:

@@ -56,19 +56,19 @@ def explain(function: Callable, *args, **kwargs) -> str:
         TypeError, ValueError: as the call itself would.
     """
     if function in STANDS_FOR:
-        given = _by_name(function, args, kwargs)
+        by_name = _by_name(function, args, kwargs)
         try:
-            return explain(STANDS_FOR[function], **unpacked_arguments(given))
+            return explain(STANDS_FOR[function], **unpacked_arguments(by_name))
         except (TypeError, ValueError) as error:
-            in_own_words(error, "qkv" if "qkv" in given else "kv")
+            in_own_words(error, "qkv" if "qkv" in by_name else "kv")
             raise
     if function not in _KINDS:
         raise TypeError(f"function must be an attention function of heedful, got {function!r}")
-    given = _by_name(function, args, kwargs)
-    if has_shards(given.values()):
+    by_name = _by_name(function, args, kwargs)
+    if has_shards(by_name.values()):
         raise no_shards("explain")
     kind = _KINDS[function]
-    described, update = _cache_call(given) if kind == "kvcache" else (_call(kind, given), None)
+    described, update = _cache_call(by_name) if kind == "kvcache" else (_call(kind, by_name), None)
     x, backend = described.x, described.options.backend
     chosen = planned(describe(described), x.q.device, backend, copies(x, kind))
     return plan.explain(chosen, None if update is None else _appended(chosen, update))
@@ -91,16 +91,16 @@ def _by_name(function: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
     return {**bound.arguments, **keywords}
 
 
-def _call(kind: str, given: dict[str, Any]) -> AttentionCall:
-    x, options, _ = bind(kind, given)
+def _call(kind: str, arguments: dict[str, Any]) -> AttentionCall:
+    x, options, _ = bind(kind, arguments)
     if kind == "varlen":
         lengths = options.max_seqlen_q, options.max_seqlen_k
         lengths = plain_lengths(lengths, x.q, x.k, x.bias, x.block_table)
         options = options._replace(max_seqlen_q=lengths[0], max_seqlen_k=lengths[1])
     check_tensors(x, options)
-    options, seed = plain_options(options), plain_seed(given["dropout_seed"], x.q.device)
+    options, seed = plain_options(options), plain_seed(arguments["dropout_seed"], x.q.device)
     grad = gradients_wanted(x)
-    described = attention_call(x, options, grad, given["out"], seed, _spec)
+    described = attention_call(x, options, grad, arguments["out"], seed, _spec)
     cast = _autocast_dtype(x.q)
     if cast is None:
         return described
@@ -109,12 +109,12 @@ def _call(kind: str, given: dict[str, Any]) -> AttentionCall:
     return described._replace(x=x._replace(q=q, k=k, v=v, bias=bias))
 
 
-def _cache_call(given: dict[str, Any]) -> tuple[AttentionCall, CacheUpdate]:
+def _cache_call(arguments: dict[str, Any]) -> tuple[AttentionCall, CacheUpdate]:
     """The attention over the extended cache, and the update as ArraySpecs."""
-    x, options, update = bind("kvcache", given)
+    x, options, update = bind("kvcache", arguments)
     check_tensors(x, options)
     options, update = plain_options(options), plain_update(update, x.q)
-    call, specs = cache_call(x, options, update, given["out"], _spec)
+    call, specs = cache_call(x, options, update, arguments["out"], _spec)
     cast = _autocast_dtype(x.q)
     if cast is not None:
         call, specs = _cast_cache(call, specs, cast)
@@ -133,7 +133,7 @@ def _cache_call(given: dict[str, Any]) -> tuple[AttentionCall, CacheUpdate]:
         # Attention gets the rotated q, which is dense.
         x = x._replace(q=ArraySpec.contiguous(x.q.shape, x.q.dtype, x.q.device))
     out = call.out if specs.shared_prefix is None else None
-    lies_in_keys = _lies_in(given["v_cache"], given["k_cache"])
+    lies_in_keys = _lies_in(arguments["v_cache"], arguments["k_cache"])
     return AttentionCall(x, options, out=out, v_in_k=lies_in_keys), specs
 
 
@@ -162,9 +162,9 @@ def _cast(spec: ArraySpec, dtype: torch.dtype) -> ArraySpec:
     """The array in another dtype, if it holds floats."""
     if spec.dtype not in FLOATS or spec.dtype == dtype_name(dtype):
         return spec
-    own = getattr(torch, spec.dtype)
-    like = torch.empty_strided(spec.shape, spec.strides, dtype=own, device="meta")
-    return abstract_spec(like.to(dtype))._replace(device=spec.device)
+    before = getattr(torch, spec.dtype)
+    fake = torch.empty_strided(spec.shape, spec.strides, dtype=before, device="meta")
+    return abstract_spec(fake.to(dtype))._replace(device=spec.device)
 
 
 def _cast_cache(

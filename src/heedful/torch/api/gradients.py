@@ -145,21 +145,21 @@ def eager(
     """The gradients of a call that no transform or tracer sees. saved: dout, dlse, out, lse.
     laid_out: as in Backwards."""
     dout, dlse, out, lse = saved
-    how, call = None, None
+    last_key, call = None, None
     try:
-        how = known_as(x, options, saved, seed, bias_grad, laid_out)
+        last_key = known_as(x, options, saved, seed, bias_grad, laid_out)
         # If tensors are like those of the last such call, no key is made.
-        call = CALLS.latest.get(how)
+        call = CALLS.latest.get(last_key)
     except TypeError:
         # As in `calls.attend`.
-        how = None
+        last_key = None
     if call is not None and (dlse is None or _lies_as(dlse, lse)):
-        given = x if call.plain else call.seeded(x, seed)
-        tensors = *call.backwards.pick(given), out, lse, dout
-        found = call.backwards.like_latest(tensors, dlse, 2 if laid_out else int(dlse is not None))
-        if found is not None:
-            return library.own_gradients(found, x)
-    return library.differentiate(x, options, saved, seed, bias_grad, how, laid_out)
+        operands = x if call.plain else call.seeded(x, seed)
+        tensors = *call.backwards.pick(operands), out, lse, dout
+        grads = call.backwards.like_latest(tensors, dlse, 2 if laid_out else int(dlse is not None))
+        if grads is not None:
+            return library.own_gradients(grads, x)
+    return library.differentiate(x, options, saved, seed, bias_grad, last_key, laid_out)
 
 
 def _lies_as(dlse: Tensor, lse: Tensor) -> bool:

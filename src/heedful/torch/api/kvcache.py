@@ -164,7 +164,7 @@ def flash_attn_with_kvcache(
         return_softmax_lse,
         backend,
     )
-    given = (
+    tensors = (
         q,
         k_cache,
         v_cache,
@@ -189,37 +189,37 @@ def flash_attn_with_kvcache(
     )
     if dispatched:
         with torch.no_grad():
-            return _traced(*_parts(values, given, Operands, Options, CacheUpdate), out)
-    how: Any = (*values, *map(type, values + given))
+            return _traced(*_parts(values, tensors, Operands, Options, CacheUpdate), out)
+    known_as: Any = (*values, *map(type, values + tensors))
     call, addresses = None, None
     try:
         # Tensors like those of the last such call are known without a key.
-        call = CALLS.latest.get(how)
+        call = CALLS.latest.get(known_as)
         if call is not None:
-            addresses = call.like.addresses(given)
+            addresses = call.likeness.addresses(tensors)
             if addresses and (addresses[call.k] == addresses[call.v]) is not call.shares:
                 addresses = None
     except (TypeError, RuntimeError):
         # As in `calls.attend`.
-        how = None
+        known_as = None
     if call is not None and addresses is not None:
-        if call.on is not None:
+        if call.run_on is not None:
             if call.apart_on is not None:
                 call.apart_on.check(addresses)
-            made = call.on(addresses)
+            made = call.run_on(addresses)
             return (made[0], made[1]) if call.returns_lse else made[0]
-        x, _, update = _parts(values, given, new_operands, new_options, new_update)
+        x, _, update = _parts(values, tensors, new_operands, new_options, new_update)
         return _checked(call, x, update, None)
-    return _eager(*_parts(values, given, new_operands, new_options, new_update), out, how)
+    return _eager(*_parts(values, tensors, new_operands, new_options, new_update), out, known_as)
 
 
 def _parts(
-    values: tuple, given: tuple, operands, options, update
+    values: tuple, tensors: tuple, operands, options, update
 ) -> tuple[Operands, Options, CacheUpdate]:
-    """The operands, options and update of a call, made by these functions. given: its arguments
+    """The operands, options and update of a call, made by these functions. tensors: its arguments
     that are tensors, in the order of `_ARGUMENTS`; values: the others."""
     scale, causal, window_size, softcap, interleaved, splits, return_lse, backend = values
-    q, k_cache, v_cache, k, v, cos, sin, lengths, rows, pads, table, alibi, *more, prefix, _ = given
+    q, k_cache, v_cache, k, v, cos, sin, used, rows, pads, table, alibi, *more, prefix, _ = tensors
     k_descale, v_descale, k_shift, v_shift, sink, tree_mask, key_ranges = more
     return (
         operands(
@@ -248,7 +248,7 @@ def _parts(
             num_splits=splits,
             backend=backend,
         ),
-        update(k, v, cos, sin, lengths, interleaved, prefix),
+        update(k, v, cos, sin, used, interleaved, prefix),
     )
 
 
@@ -259,17 +259,17 @@ class CacheCall:
     room for the new tokens may exceed it, else None. step: on a GPU, appends and attends; update:
     on a CPU, update(x, update, start) appends. counts: whether the step also counts the keys.
     records: whether autograd would record torch's operations here, which is not wanted. aligned:
-    whether all tensors begin at multiples of 16 bytes. on(addresses): the results of a call that is
-    one program on a GPU, from the addresses that `like` returns; None for others. apart, apart_on:
-    check that the call does not write what it reads, by all its tensors, and by the addresses of
-    `on`. like: recognises tensors of this kind; k, v: the caches' indices among these; the caches
-    begin at one address if `shares`.
+    whether all tensors begin at multiples of 16 bytes. run_on(addresses): the results of a call
+    that is one program on a GPU, from the addresses that `likeness` returns; None for others.
+    apart, apart_on: check that the call does not write what it reads, by all its tensors, and by
+    the addresses of `run_on`. likeness: recognises tensors of this kind; k, v: the caches' indices
+    among these; the caches begin at one address if `shares`.
     """
 
     __slots__ = (
-        *("aligned", "apart", "apart_on", "attention", "capacity", "checks", "counts", "k", "like"),
-        *("new", "on", "prefix", "records", "returns_lse", "rotated", "shares", "step"),
-        *("update", "v"),
+        *("aligned", "apart", "apart_on", "attention", "capacity", "checks", "counts", "k"),
+        *("likeness", "new", "prefix", "records", "returns_lse", "rotated", "run_on", "shares"),
+        *("step", "update", "v"),
     )
 
     def __init__(self, x: Operands, options: Options, update: CacheUpdate, out: Tensor | None):
@@ -286,7 +286,7 @@ class CacheCall:
         self.returns_lse = options.return_lse
         self.apart = cache_apart(tensors, self.new > 0)
         self.records = any([t.requires_grad for n, t in tensors.items() if n != "out"])
-        given = x
+        unrotated = x
         if update.rotary_cos is not None:
             check_apart(x.k, x.v)
             # Attention gets the rotated q, which is dense.
@@ -310,7 +310,7 @@ class CacheCall:
             else:
                 # A kernel that cannot be compiled must fail before the cache is written.
                 steps = *self.attention.casts, *self.attention.steps
-                y = adapt(part._replace(q=given.q), steps)
+                y = adapt(part._replace(q=unrotated.q), steps)
                 q_leaves = update.rotary_cos is not None and self.prefix is not None
                 self.step = DeviceStep(y, update, plan, whole_out, q_leaves)
             if self.prefix is not None:
@@ -320,18 +320,18 @@ class CacheCall:
         self._be_known(asked, update)
 
     def _be_known(self, x: Operands, update: CacheUpdate) -> None:
-        """Sets `like`, which recognises tensors of this kind. x: without the lengths."""
-        given, names = _arguments(x, update), self._program_names(x, update)
+        """Sets `likeness`, which recognises tensors of this kind. x: without the lengths."""
+        arguments, names = _arguments(x, update), self._program_names(x, update)
         places = None if names is None else [_ARGUMENTS.index(name) for name in names]
-        self.like = Likeness(given, places=places)
-        self.aligned = self.like.addresses(given) is not None
-        self.k, self.v, self.on, self.apart_on = 1, 2, None, None
+        self.likeness = Likeness(arguments, places=places)
+        self.aligned = self.likeness.addresses(arguments) is not None
+        self.k, self.v, self.run_on, self.apart_on = 1, 2, None, None
         if names is not None:
             self.k, self.v = names.index("k_cache"), names.index("v_cache")
             runner: Any = self.attention.runner  # on a GPU: other calls have no names
             if self.step is None:
                 runner.bind()
-            self.on = (self.step or runner).run
+            self.run_on = (self.step or runner).run
             by_name = cache_tensors(x, update, None)
             self.apart_on = cache_apart({name: by_name[name] for name in names}, self.new > 0)
 
@@ -351,17 +351,17 @@ class CacheCall:
         if step is not None and lengths is not None:
             tensors = named(x, update, lengths, True)
         names = [_NEW.get(name) or argument_name(name, "kvcache") for name in tensors]
-        given: dict[str, Any] = dict(zip(_ARGUMENTS, _arguments(x, update), strict=True))
-        same = [given[name] is tensor for name, tensor in zip(names, tensors.values(), strict=True)]
-        count = sum([isinstance(argument, Tensor) for argument in given.values()])
+        args: dict[str, Any] = dict(zip(_ARGUMENTS, _arguments(x, update), strict=True))
+        same = [args[name] is tensor for name, tensor in zip(names, tensors.values(), strict=True)]
+        count = sum([isinstance(argument, Tensor) for argument in args.values()])
         return names if all(same) and len(names) == count else None
 
 
 def _arguments(x: Operands, update: CacheUpdate) -> tuple:
     """The arguments of a call that may be tensors, without `out`."""
-    given = {argument_name(n, "kvcache"): t for n, t in zip(Operands._fields, x, strict=True)}
-    given |= update._asdict()
-    return (*[given[name] for name in _ARGUMENTS[:-1]], None)
+    by_name = {argument_name(n, "kvcache"): t for n, t in zip(Operands._fields, x, strict=True)}
+    by_name |= update._asdict()
+    return (*[by_name[name] for name in _ARGUMENTS[:-1]], None)
 
 
 def _length_like(update: CacheUpdate, q: Tensor) -> Tensor:
@@ -372,14 +372,14 @@ def _length_like(update: CacheUpdate, q: Tensor) -> Tensor:
 
 
 def _eager(x: Operands, options: Options, update: CacheUpdate, out, known_as: Any = None):
-    """known_as: the options under which the last such call is kept, whose `like` recognises its
+    """known_as: the options under which the last such call is kept, whose `likeness` recognises its
     tensors."""
     q, k_cache, prefix = x.q, x.k, update.shared_prefix
-    given, key, call = x + update, None, None
+    operands, key, call = x + update, None, None
     try:
-        how = (options, update.rotary_interleaved, *map(type, options[NUMBERS] + given))
-        tensors = tensor_keys((*given, out, *(prefix or ())))
-        key = (how, tensors, k_cache.data_ptr() == x.v.data_ptr())
+        facts = (options, update.rotary_interleaved, *map(type, options[NUMBERS] + operands))
+        tensors = tensor_keys((*operands, out, *(prefix or ())))
+        key = (facts, tensors, k_cache.data_ptr() == x.v.data_ptr())
         call = CALLS.young.get(key)
         common = out is None and prefix is None and known_as is not None
         if common and call is not None and call.aligned:
@@ -487,16 +487,16 @@ def _traced(x: Operands, options: Options, update: CacheUpdate, out):
         # Their dtypes are checked now, before operators would cast them.
         with torch.autocast(q.device.type, enabled=False):
             return _traced(x._replace(q=q), options, update, out)
-    update, given = plain_update(update, q), plain_options(options)
+    update, plain = plain_update(update, q), plain_options(options)
     lengths = update.cache_seqlens
     new = 0 if update.k is None else update.k.shape[1]
     if not is_compiling():
-        check_cache(*cache_call(x, given, update, out))
+        check_cache(*cache_call(x, plain, update, out))
         check_cache_apart(x, update, new > 0)
     if isinstance(lengths, Tensor) and lengths.dtype == torch.int64:
         lengths = lengths.clamp(-LONGEST, LONGEST).to(torch.int32)
         update = update._replace(cache_seqlens=lengths)
-    advance = given.causal or any(-1 < side < FAR for side in given.window_size[:2])
+    advance = plain.causal or any(-1 < side < FAR for side in plain.window_size[:2])
     if update.cache_seqlens is not None:
         if not isinstance(update.cache_seqlens, Tensor):
             pages = 1 if x.block_table is None else x.block_table.shape[1]
@@ -510,6 +510,6 @@ def _traced(x: Operands, options: Options, update: CacheUpdate, out):
             x = update_cache(x, update, start, advance)
     if update.shared_prefix is None:
         return library.attend(*x[:3], x, options, out)
-    whole, lse = prefixed(x, given, update.shared_prefix)
+    whole, lse = prefixed(x, plain, update.shared_prefix)
     whole = whole if out is None else out.copy_(whole)
-    return (whole, lse) if given.return_lse else whole
+    return (whole, lse) if plain.return_lse else whole

@@ -60,27 +60,27 @@ def merge_attn_states(
         )
     if outs.shape[0] < 1:
         raise ValueError("outs must hold at least one part, got 0")
-    check_tensor("lses", lses, outs.device, like="outs")
+    check_tensor("lses", lses, outs.device, peer="outs")
     *lead, rows, heads, _ = outs.shape
     words = "(parts, batch, heads, seqlen)" if outs.dim() == 5 else "(parts, heads, tokens)"
     check_shape("lses", lses.shape, (*lead, heads, rows), words)
     if sink is not None:
-        check_tensor("sink", sink, outs.device, like="outs")
+        check_tensor("sink", sink, outs.device, peer="outs")
         check_dtype("sink", sink, *FLOATS)
         check_shape("sink", sink.shape, (heads,), "(heads,)")
         sink = sink.float()
-    given = (outs, lses) if sink is None else (outs, lses, sink)
+    tensors = (outs, lses) if sink is None else (outs, lses, sink)
     if (
-        needs_dispatcher(outs, lses, given[-1])
-        or wants_gradients(given)
+        needs_dispatcher(outs, lses, tensors[-1])
+        or wants_gradients(tensors)
         or not outs.numel()
         or device_spec(outs.device).vendor == "cpu"
     ):
         return merged(outs, lses, sink)
-    key = tensor_keys(given)
+    key = tensor_keys(tensors)
     merge = MERGES.get(key)
     if merge is None:
-        if not are_bare(zip(("outs", "lses", "sink"), given, strict=False)):
+        if not are_bare(zip(("outs", "lses", "sink"), tensors, strict=False)):
             return merged(outs, lses, sink)
         specs = {name: array_spec(tensor) for name, tensor in _stacks(outs, lses, sink).items()}
         merge = MERGES.of(key, lambda: DeviceMerge(specs, outs.device))
@@ -120,8 +120,8 @@ class DeviceMerge:
         self, tensors: dict[str, Tensor], out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """tensors: by the names of `specs`, all but `out`, which is made if it is None."""
-        given = tensors if out is None else {**tensors, "out": out}
-        made = self._run([given[name].data_ptr() for name in self._names])
+        arrays = tensors if out is None else {**tensors, "out": out}
+        made = self._run([arrays[name].data_ptr() for name in self._names])
         return made[0] if out is None else out, made[-1]
 
 

@@ -173,13 +173,13 @@ STANDS_FOR = {
 }
 
 
-def unpacked_arguments(given: dict[str, Any]) -> dict[str, Any]:
+def unpacked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments, by name, for the function that a packed form with these arguments calls."""
-    given = dict(given)
-    varlen = "cu_seqlens" in given or "cu_seqlens_q" in given
+    arguments = dict(arguments)
+    varlen = "cu_seqlens" in arguments or "cu_seqlens_q" in arguments
     for name in ("cu_seqlens", "max_seqlen"):
-        if name in given:
-            given[f"{name}_q"] = given[f"{name}_k"] = given.pop(name)
-    name = "qkv" if "qkv" in given else "kv"
-    parts = _unpacked(name, given.pop(name), varlen)
-    return {**given, **dict(zip(name, parts, strict=True))}
+        if name in arguments:
+            arguments[f"{name}_q"] = arguments[f"{name}_k"] = arguments.pop(name)
+    name = "qkv" if "qkv" in arguments else "kv"
+    parts = _unpacked(name, arguments.pop(name), varlen)
+    return {**arguments, **dict(zip(name, parts, strict=True))}

@@ -76,7 +76,7 @@ class Prefix:
             far = far_lse(x.q.element_size())
             if _has_far_rows(first_lse, far) or _has_far_rows(lse, far):
                 statistics: Any = (before.runner, y), (attention.runner, x)  # all of a CPU
-                pair = [runner.statistics(given) for runner, given in statistics]
+                pair = [runner.statistics(operands) for runner, operands in statistics]
                 return on_own_thread(_merged_by_statistics, first, part, *pair, sink, out)
             return on_own_thread(_merged, first, first_lse, part, lse, sink, out)
         (first_lse, first_rest), (lse, rest) = first_lse, lse
@@ -172,8 +172,8 @@ class Prefixed:
         """Raises TypeError or ValueError for a call that cannot be."""
         update = CacheUpdate(shared_prefix=prefix)
         problem = check_cache(*cache_call(x, options, update, None))
-        part, own = attention_part(x, options, update)
-        self._attention = Call(part, own, (False, False), None, keeps_rest=keeps_rest(x.q))
+        part, part_options = attention_part(x, options, update)
+        self._attention = Call(part, part_options, (False, False), None, keeps_rest=keeps_rest(x.q))
         self._prefix = Prefix(x.q, prefix, options, problem, x.sink, None)
 
     def __call__(self, x: Operands, prefix: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -51,5 +51,5 @@ def toolchain(device: torch.device | None = None) -> Toolchain:
 
 @cache
 def _versions() -> Toolchain:
-    found = compiler()
-    return Toolchain(found and found.numbers, numbers(torch.__version__), None)
+    triton = compiler()
+    return Toolchain(triton and triton.numbers, numbers(torch.__version__), None)

@@ -24,13 +24,13 @@ _KEY = torch._C.DispatchKey
 # The keys of plain tensors of a device, and of those made in inference mode.
 _BARE = {
     keys.raw_repr()
-    for own, autograd, autocast in (
+    for dense, autograd, autocast in (
         (_KEY.CPU, _KEY.AutogradCPU, _KEY.AutocastCPU),
         (_KEY.CUDA, _KEY.AutogradCUDA, _KEY.AutocastCUDA),
     )
     for keys in (
-        torch._C.DispatchKeySet(own).add(autocast),
-        torch._C.DispatchKeySet(own).add(autocast).add(_KEY.ADInplaceOrView).add(autograd),
+        torch._C.DispatchKeySet(dense).add(autocast),
+        torch._C.DispatchKeySet(dense).add(autocast).add(_KEY.ADInplaceOrView).add(autograd),
     )
 }
 

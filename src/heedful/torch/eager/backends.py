@@ -102,21 +102,21 @@ class PlannedCase(Case):
 
     __slots__ = ("backwards", "kinds", "latest", "outs", "pick", "plan")
 
-    def __init__(self, chosen: Plan, direction: str, given: dict, made: dict, device, before=()):
+    def __init__(self, chosen: Plan, direction: str, inputs: dict, made: dict, device, before=()):
         """given, made, before: as in Case, arrays by name."""
-        run = program(chosen, direction, given | made)
-        super().__init__(run, chosen.device.arch, device, given, made, before)
+        run = program(chosen, direction, inputs | made)
+        super().__init__(run, chosen.device.arch, device, inputs, made, before)
         self.plan = chosen
         self.backwards, self.outs = Kinds(), Kinds()
         self.latest: dict[int, tuple[Likeness, GpuBackward]] = {}
 
 
-def _forward_case(chosen: Plan, given: dict, device: torch.device) -> PlannedCase:
+def _forward_case(chosen: Plan, inputs: dict, device: torch.device) -> PlannedCase:
     """The case of a plan's forward on these arrays; it makes the results that are not among them.
     Its first numbers are the lengths."""
-    made = {name: spec for name, spec in results(chosen.problem).items() if name not in given}
+    made = {name: spec for name, spec in results(chosen.problem).items() if name not in inputs}
     lengths = [0 if length is None else length for length in chosen.problem.lengths]
-    return PlannedCase(chosen, "forward", given, made, device, lengths)
+    return PlannedCase(chosen, "forward", inputs, made, device, lengths)
 
 
 class GpuRunner:
@@ -126,12 +126,12 @@ class GpuRunner:
     __slots__ = ("case", "pick", "run", "_into_given", "_is_known", "_like", "_numbers", "_sizes")
 
     def __init__(
-        self, case: PlannedCase, numbers, like, sizes: Sequence[int], is_known: bool = False
+        self, case: PlannedCase, numbers, pattern, sizes: Sequence[int], is_known: bool = False
     ):
-        """like: a problem that differs from this one in lengths alone. sizes: the operands' sizes
-        and strides that lengths change. numbers: the case's numbers for these lengths. is_known:
-        whether these lengths came before."""
-        self.case, self._numbers, self._like, self._sizes = case, numbers, like, sizes
+        """pattern: a problem that differs from this one in lengths alone. sizes: the operands'
+        sizes and strides that lengths change. numbers: the case's numbers for these lengths.
+        is_known: whether these lengths came before."""
+        self.case, self._numbers, self._like, self._sizes = case, numbers, pattern, sizes
         self.pick = case.pick
         self.run: Run | None = None  # as of a Case, once lengths have come again
         self._into_given: dict[tuple, Run | None] | None = None
@@ -152,9 +152,9 @@ class GpuRunner:
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
         """(out, lse or None, probs or None). lse: a pair with its rest if that is kept."""
-        return self.on([*map(address_of, self.pick(x))], out)
+        return self.run_on([*map(address_of, self.pick(x))], out)
 
-    def on(self, addresses: list[int], out: torch.Tensor | None = None):
+    def run_on(self, addresses: list[int], out: torch.Tensor | None = None):
         """The same, from the addresses of the operands that are there, in a list that the call may
         change."""
         run = self.run
@@ -174,7 +174,7 @@ class GpuRunner:
 
     def once_on(self, numbers: Sequence[Any], addresses: list[int]):
         """The forward for other lengths of the same case that likely come only once; nothing is
-        kept. numbers: as in `at`. addresses, results: as in `on`."""
+        kept. numbers: as in `at`. addresses, results: as in `run_on`."""
         return as_results(self.case.once(numbers, addresses), self._like.keeps_rest)
 
     def bind(self) -> None:
@@ -188,19 +188,19 @@ class GpuRunner:
         key = (out.stride(), out.data_ptr() % 16)
         if self._into_given is None:
             self._into_given = {}
-        found = self._into_given.get(key)
-        if found is None:
+        run = self._into_given.get(key)
+        if run is None:
             case, numbers = self._into(out)
             if key not in self._into_given:
                 self._into_given[key] = None
                 return partial(case.once, numbers)
-            found = self._into_given[key] = case.bind(numbers)
-        return found
+            run = self._into_given[key] = case.bind(numbers)
+        return run
 
     def _into(self, out: torch.Tensor) -> tuple[PlannedCase, tuple]:
         """The case of the forward into this memory, and its numbers."""
-        own, sizes = of_tensor("out", out)
-        kinds, problem = (*self.case.kinds, own), self.problem
+        kind, sizes = of_tensor("out", out)
+        kinds, problem = (*self.case.kinds, kind), self.problem
         values = [*self._numbers[:_LENGTHS], *self._sizes, *sizes]
 
         def make(numbers) -> PlannedCase:
@@ -208,7 +208,7 @@ class GpuRunner:
             traced, specs = with_numbers(problem, kinds, numbers)
             return _forward_case(replace(self.case.plan, problem=traced), specs, self.case.device)
 
-        return self.case.outs.of(own).find(values, make)
+        return self.case.outs.of(kind).find(values, make)
 
     def backward_of(self, x: Operands, out, lse, dout, dlse=None, laid_out=False) -> Backward:
         """The backward on tensors with the layouts of these, which may differ from the
@@ -243,14 +243,14 @@ class GatheredBackward:
 
     def __call__(self, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:
         """Gradients of the inputs, those of k and v in their pages, or None without kv_grad."""
-        given = (out, lse, dout, dlse)
-        return backward_of_pages(self._run, x, self._plan.problem.seqlen_k, kv_grad, *given)
+        cotangents = (out, lse, dout, dlse)
+        return backward_of_pages(self._run, x, self._plan.problem.seqlen_k, kv_grad, *cotangents)
 
-    def _run(self, rows: Operands, *given) -> Gradients:
+    def _run(self, rows: Operands, *cotangents) -> Gradients:
         """The backward on gathered rows, which have the same layout each time."""
         if self._dense is None:
-            self._dense = GpuBackward(self._plan, self._kinds, rows, *given)
-        return self._dense(rows, *given)
+            self._dense = GpuBackward(self._plan, self._kinds, rows, *cotangents)
+        return self._dense(rows, *cotangents)
 
 
 class GpuBackward:
@@ -272,13 +272,13 @@ class GpuBackward:
         x, dout = self._mappable(x, dout)
         inputs = {name: t for name, t in zip(Operands._fields, x, strict=True) if t is not None}
         self._pick = itemgetter(*(Operands._fields.index(name) for name in inputs))
-        given = {**inputs, "out": out, "lse": lse, "dout": dout}
+        tensors = {**inputs, "out": out, "lse": lse, "dout": dout}
         if dlse is not None:
-            given["dlse"] = dlse
+            tensors["dlse"] = dlse
         self._has_dsink = x.sink is not None
         names = ["dq", "dk", "dv"] + ["dbias"] * plan.problem.bias_grad
         names += ["dsink"] * self._has_dsink
-        kind, values = of_call(plan.problem, given)
+        kind, values = of_call(plan.problem, tensors)
 
         def described(numbers) -> tuple[Plan, dict[str, ArraySpec], dict[str, ArraySpec]]:
             problem, specs = with_numbers(plan.problem, kind[2:], numbers)
@@ -291,8 +291,8 @@ class GpuBackward:
                 shape, strides, *_ = bias = made["dbias"]
                 made["dbias"] = bias._replace(shape=own_shape(shape, strides))
             for name, (shape, strides, dtype, *_) in made.items():
-                own = ordered_strides(shape, strides) if laid_out else dense_strides(shape)
-                made[name] = ArraySpec(shape, own, dtype)
+                dense = ordered_strides(shape, strides) if laid_out else dense_strides(shape)
+                made[name] = ArraySpec(shape, dense, dtype)
             chosen = stored_as(replace(plan, problem=problem), **facts)
             return chosen, specs, made
 
@@ -305,10 +305,10 @@ class GpuBackward:
         self._cases = kinds.of((laid_out, kind))
         case, numbers = self._cases.find(values, make)
         self._run: Run = case.bind(numbers)
-        aligned = all([own.aligned for own in kind[2:]])
+        aligned = all([array.aligned for array in kind[2:]])
         is_simple = aligned and not self.copied and len(names) == 3
         self.kinds = kind[2:] if is_simple else ()
-        self._sizes = Sizes(_LENGTHS, [*given.values()], kind[2:])
+        self._sizes = Sizes(_LENGTHS, [*tensors.values()], kind[2:])
 
     def at(
         self, lengths: Sequence[int], tensors: Sequence[torch.Tensor], once: bool
@@ -334,9 +334,9 @@ class GpuBackward:
         tensors = [*self._pick(x), out, lse, dout]
         if dlse is not None:
             tensors.append(dlse)
-        return self.on([*map(address_of, tensors)])
+        return self.run_on([*map(address_of, tensors)])
 
-    def on(self, addresses: list[int]) -> Gradients:
+    def run_on(self, addresses: list[int]) -> Gradients:
         """The same, from the addresses of those of x, out, lse, dout and dlse that are there, in
         this order, if nothing is copied."""
         gradients = self._run(addresses)
@@ -348,7 +348,7 @@ class GpuBackward:
 
     def _mappable(self, x: Operands, dout: torch.Tensor) -> tuple[Operands, torch.Tensor]:
         """These tensors, with copies of those for which there can be no tensor map."""
-        given, dense = {**x._asdict(), "dout": dout}, torch.contiguous_format
-        copies = {name: torch.clone(given[name], memory_format=dense) for name in self.copied}
+        by_name, dense = {**x._asdict(), "dout": dout}, torch.contiguous_format
+        copies = {name: torch.clone(by_name[name], memory_format=dense) for name in self.copied}
         dout = copies.pop("dout", dout)
         return x._replace(**copies), dout

@@ -35,17 +35,17 @@ class DeviceStep:
         q, problem = x.q, plan.problem
         self.counts, self._keeps_rest = bool(update.k.numel()), problem.keeps_rest
         lengths = q.new_empty(q.shape[0], dtype=torch.int32)
-        given = {n: array_spec(t) for n, t in named(x, update, lengths, self.counts).items()}
+        specs = {n: array_spec(t) for n, t in named(x, update, lengths, self.counts).items()}
         made = results(problem)
         if out is not None:
-            given["out"] = array_spec(out)
+            specs["out"] = array_spec(out)
             del made["out"]
         if update.rotary_cos is not None and q_leaves:
-            made["q"] = ArraySpec.contiguous(tuple(q.shape), given["q_new"].dtype)
-        buffers, interleaved = given | made, bool(update.rotary_interleaved)
+            made["q"] = ArraySpec.contiguous(tuple(q.shape), specs["q_new"].dtype)
+        buffers, interleaved = specs | made, bool(update.rotary_interleaved)
         step = programs.step(plan, buffers, interleaved, update.position0)
         note(plan, "step", buffers, interleaved=interleaved, position0=update.position0)
-        self.run = Case(step, plan.device.arch, q.device, given, made).alone()
+        self.run = Case(step, plan.device.arch, q.device, specs, made).alone()
 
     def __call__(
         self, x: Operands, update: CacheUpdate, start: Tensor, out: Tensor | None = None

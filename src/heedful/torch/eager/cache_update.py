@@ -60,9 +60,9 @@ def stored(
     storage = "int4" if cache.dtype == torch.uint8 else dtype_name(cache.dtype)
     if scale is not None and scale.dim() > 2:
         size = new.shape[-1] // scale.shape[-1]
-        own, own_shift = group_scales(new, storage, size, shift is not None)
-        shifts = [] if shift is None or own_shift is None else [(shift, own_shift)]
-        return packed_values(new, storage, own, own_shift), [(scale, own), *shifts]
+        new_scale, new_shift = group_scales(new, storage, size, shift is not None)
+        shifts = [] if shift is None or new_shift is None else [(shift, new_shift)]
+        return packed_values(new, storage, new_scale, new_shift), [(scale, new_scale), *shifts]
     batch, _, heads, _ = new.shape
     if scale is None:
         scale = new.new_ones((), dtype=torch.float32)
@@ -130,11 +130,11 @@ def _only_kept(kept: Tensor, where: tuple, tokens: tuple, caches: tuple) -> tupl
     # With a dim, since a graph would need the value of an index.
     first = kept.int().argmax(0, keepdim=True)
     places = tuple(torch.where(kept, axis, axis[first]) for axis in where)
-    found = []
+    written = []
     for token, cache in zip(tokens, caches, strict=True):
         instead = torch.where(kept.any(), token[first], cache[where[0][first], where[1][first]])
-        found.append(torch.where(kept[:, None, None], token, instead))
-    return places, tuple(found)
+        written.append(torch.where(kept[:, None, None], token, instead))
+    return places, tuple(written)
 
 
 def rotate(

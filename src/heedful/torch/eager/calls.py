@@ -108,16 +108,16 @@ class Call:
     """A bound call: all that calls with one key need each time, except the addresses. casts: the
     dtypes to which operands are cast; steps: the other changes of operands. plain: whether the
     caller's tensors go to the kernels unchanged and unchecked. results: 0 for out, 1 with lse, 2
-    with the probabilities, too. apart: checks that the caller's `out` does not overlap inputs. on:
-    the results of a call that is one program on a GPU, from the addresses of the operands that are
-    there; None for others. wants_grad: whether a backward follows. like: recognises operands of
-    this kind. backwards: the backward of the saved tensors; None if nothing wants a gradient.
-    wanting: whether an operand requires a gradient that is not computed.
+    with the probabilities, too. apart: checks that the caller's `out` does not overlap inputs.
+    run_on: the results of a call that is one program on a GPU, from the addresses of the operands
+    that are there; None for others. wants_grad: whether a backward follows. likeness: recognises
+    operands of this kind. backwards: the backward of the saved tensors; None if nothing wants a
+    gradient. wanting: whether an operand requires a gradient that is not computed.
     """
 
     __slots__ = (
-        *("apart", "backwards", "casts", "checks", "dropout", "forward", "kind", "like"),
-        *("on", "plain", "results", "runner", "steps", "wanting", "wants_grad"),
+        *("apart", "backwards", "casts", "checks", "dropout", "forward", "kind", "likeness"),
+        *("plain", "results", "run_on", "runner", "steps", "wanting", "wants_grad"),
     )
 
     def __init__(
@@ -148,15 +148,15 @@ class Call:
         self.casts = cast_steps(casts(described.x))
         x = adapt(x._replace(seed=own_seed), self.casts)
         self.steps = adaptations(x, problem)
-        given = adapt(x, self.steps) if self.steps else x
+        operands = adapt(x, self.steps) if self.steps else x
         if self.dropout and x.seed is None:
-            given = given._replace(seed=x.q.new_empty(1, dtype=torch.int64))
+            operands = operands._replace(seed=x.q.new_empty(1, dtype=torch.int64))
         notes = copies(described.x, options.kind)
         numbers = None if trace is None else trace()
-        self.runner: Any = backends.prepare(problem, given, options.backend, notes, numbers)
+        self.runner: Any = backends.prepare(problem, operands, options.backend, notes, numbers)
         plan = self.runner.plan
         self.wants_grad = grad[0]
-        self.like: Any = None
+        self.likeness: Any = None
         self.kind = options.kind
         self.forward = self.runner.forward
         if plan.backend == "sdpa":
@@ -168,10 +168,10 @@ class Call:
         more = self.steps or self.casts or self.dropout or self.checks or self.wanting
         self.plain = not more
         self.results = results_of(options)
-        self.on = self.runner.on if self.plain and not (on_cpu or self.wants_grad) else None
+        self.run_on = self.runner.run_on if self.plain and not (on_cpu or self.wants_grad) else None
         self.backwards: Backwards | None = None
         if problem.needs_grad:
-            saved = x if x.seed is not None else x._replace(seed=given.seed)
+            saved = x if x.seed is not None else x._replace(seed=operands.seed)
             self.backwards = Backwards(self.runner, saved, options)
 
     @property
@@ -186,7 +186,7 @@ class Call:
     def once(self, numbers: Sequence[Any]) -> "Once | None":
         """The call for lengths that likely come only once, if it can be run without being kept.
         numbers: those of its case."""
-        if self.on is None:
+        if self.run_on is None:
             return None
         return _new(Once, (self.results, partial(self.runner.once_on, numbers)))
 
@@ -201,18 +201,18 @@ class Call:
         call.kind, call.plain, call.results = self.kind, self.plain, self.results
         call.steps, call.wanting, call.wants_grad = self.steps, self.wanting, self.wants_grad
         call.runner, call.forward = runner, runner.forward
-        call.on = None if self.on is None else runner.on
-        call.like = call.backwards = call.apart = None
+        call.run_on = None if self.run_on is None else runner.run_on
+        call.likeness = call.backwards = call.apart = None
         if self.backwards is not None:
             call.backwards = self.backwards.at(runner, x)
         return call
 
     def is_aligned(self, x: Sequence[Any]) -> bool:
-        """Whether the operands begin at multiples of 16 bytes. Makes `like`, which takes too long
-        for a call that does not come again."""
-        if self.like is None:
-            self.like = Likeness(x)
-        return self.like.addresses(x) is not None
+        """Whether the operands begin at multiples of 16 bytes. Makes `likeness`, which takes too
+        long for a call that does not come again."""
+        if self.likeness is None:
+            self.likeness = Likeness(x)
+        return self.likeness.addresses(x) is not None
 
     def operands(self, x: Operands, seed) -> Operands:
         """The operands of one call, if they are not just the caller's tensors."""
@@ -269,10 +269,10 @@ def make_seed(seed, device: torch.device) -> Tensor:
 
 
 class Once(NamedTuple):
-    """A bound call that is not kept, with `results` and `on` of a Call."""
+    """A bound call that is not kept, with `results` and `run_on` of a Call."""
 
     results: int
-    on: Callable[[list[int]], tuple]
+    run_on: Callable[[list[int]], tuple]
 
 
 # Operands that are expanded to a call's lengths, or that most calls do not have. Shifts come with
@@ -308,11 +308,11 @@ class LatestKind:
         self._calls: dict[tuple[int, ...], Call | None] = {}
         self._sizes = Sizes(2, self._likeness.pick(values), kinds)
 
-    def find(self, values: Sequence[Any], longest: Sequence[Any], how) -> _Found:
+    def find(self, values: Sequence[Any], longest: Sequence[Any], latest_key) -> _Found:
         """The call for operands of this kind, and their addresses; None for other operands, or if
         no case has their lengths. values: Operands, or q, k and v if there are no others. longest:
-        the options max_seqlen_q and max_seqlen_k. how: the options under which CALLS keeps its
-        latest call."""
+        the options max_seqlen_q and max_seqlen_k. latest_key: the options under which CALLS keeps
+        its latest call."""
         addresses = self._likeness.addresses(values)
         if addresses is None or packs.backends() != self._packs:
             return None, None
@@ -322,7 +322,7 @@ class LatestKind:
         call = calls.get(sizes)
         if call is not None:
             if call.is_aligned(values):
-                CALLS.latest[how] = call
+                CALLS.latest[latest_key] = call
             return call, addresses
         known = self._kind.known(sizes)
         if known is None:
@@ -348,12 +348,12 @@ def attend(q, k, v, x: Any, options: Options, out, seed, otherwise: Callable[...
         q, k, v, bias = autocast((q, k, v, x and x.bias), q.device.type)
         x = x and x._replace(q=q, k=k, v=v, bias=bias)
     (call, addresses), key = _find(q, k, v, x, options, out, seed)
-    if addresses is not None and call.on is not None:
+    if addresses is not None and call.run_on is not None:
         if out is None:
-            out, lse, probs = call.on(addresses)
+            out, lse, probs = call.run_on(addresses)
         else:
             call.apart.check(addresses)
-            out, lse, probs = call.on(addresses[:-1], out)
+            out, lse, probs = call.run_on(addresses[:-1], out)
         return out if call.results == 0 else returned(call.results, out, lse, probs)
     if call is None:
         is_known = key is not None and seed is None and key[0][0] in PLAIN
@@ -395,28 +395,28 @@ def _find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[_Fo
         records, longest, usual = is_grad_enabled(), options[_LONGEST], out is None and seed is None
         types = map(type, options[NUMBERS] if x is None else options[NUMBERS] + x)
         base = (records, options[0], options[3:], *types)
-        how: Any = (base, longest) if usual else (base, longest, type(out), type(seed))
+        latest_key: Any = (base, longest) if usual else (base, longest, type(out), type(seed))
         if not bases:
-            call = CALLS.latest.get(how)
+            call = CALLS.latest.get(latest_key)
             if call is not None and usual and x is None:
-                if call.like.alike(q, k, v):
+                if call.likeness.alike(q, k, v):
                     return (call, addresses), None
             elif call is not None:
-                given = x or (q, k, v, *ABSENT)
-                found = call.like.addresses(given if usual else (*given, out, seed))
-                if found is not None:
-                    return (call, found if seed is None else None), None
+                operands = x or (q, k, v, *ABSENT)
+                places = call.likeness.addresses(operands if usual else (*operands, out, seed))
+                if places is not None:
+                    return (call, places if seed is None else None), None
             if usual and (kind := LATEST.get(base)) is not None:
-                latest = kind.find((q, k, v) if x is None else x, longest, how)
+                latest = kind.find((q, k, v) if x is None else x, longest, latest_key)
                 if latest[0] is not None:
                     return latest, None
-        given = x or (q, k, v, *ABSENT)
-        requires_grad = requires_gradients(_new(Operands, given))
-        key = (how, requires_grad, call_key(q, k, v, x, out, seed, bases))
+        operands = x or (q, k, v, *ABSENT)
+        requires_grad = requires_gradients(_new(Operands, operands))
+        key = (latest_key, requires_grad, call_key(q, k, v, x, out, seed, bases))
         call = CALLS.young.get(key) or CALLS.find(key)
-        known = given if usual else (*given, out, seed)
+        known = operands if usual else (*operands, out, seed)
         if call is not None and not bases and call.is_aligned(known):
-            CALLS.latest[how] = call
+            CALLS.latest[latest_key] = call
         return (call, None), key
     except (TypeError, RuntimeError):
         # No call takes an argument that cannot be hashed, or a tensor without plain memory (sparse,
@@ -449,26 +449,26 @@ def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) 
         if tensor is not None:
             if not isinstance(tensor, Tensor) or tensor.stride()[-1:] != (1,):
                 return None
-            kind, own = of_tensor(name, tensor)
+            kind, moving = of_tensor(name, tensor)
             if tensor.dtype == torch.int64 and not kind.dense:
                 # Its cast has other strides.
                 return None
             kinds.append(kind)
             facts += (kind, tensor.device, tensor.requires_grad)
-            sizes += own
+            sizes += moving
     if x.block_table is not None and x.cu_seqlens_q is not None:
         return None
-    how = settings.get("backend"), settings.get("check_pages"), packs.backends()
+    environment = settings.get("backend"), settings.get("check_pages"), packs.backends()
     without_longest = options._replace(max_seqlen_q=None, max_seqlen_k=None)
-    known = KINDS.of((without_longest, grad, how, *facts))
+    known = KINDS.of((without_longest, grad, environment, *facts))
 
     def make(numbers) -> Call:
         def trace() -> list[Any]:
             """Checks the call with symbols for its lengths."""
             rest = iter(numbers)
-            given = options._replace(max_seqlen_q=next(rest), max_seqlen_k=next(rest))
+            symbolic = options._replace(max_seqlen_q=next(rest), max_seqlen_k=next(rest))
             specs = {kind.name: with_sizes(kind, rest) for kind in kinds}
-            described = AttentionCall(Operands(**specs), given, *grad)
+            described = AttentionCall(Operands(**specs), symbolic, *grad)
             return [*describe(described).lengths, *numbers[2:]]
 
         return Call(x, options, grad, None, trace=trace)
@@ -488,17 +488,17 @@ class Attention(Function):
     def forward(ctx, call: Call, x: Operands, seed, q, k, v, bias, sink):
         """q, k, v, bias and sink are those of x: autograd sees only arguments."""
         ctx.set_materialize_grads(False)
-        given = x
+        operands = x
         if not call.plain:
-            given = call.seeded(x, seed)
-            x = call.laid_out(given)
+            operands = call.seeded(x, seed)
+            x = call.laid_out(operands)
         out, lse, probs = call.forward(x)
         backwards: Any = call.backwards  # there are some of each call that wants a gradient
         ctx.backwards = backwards
         if bias is not None:
             ctx.bias = bias.shape
         # The caller's tensors: a hook should not store what a stride of 0 repeats.
-        ctx.save_for_backward(*backwards.pick(given), out, lse)
+        ctx.save_for_backward(*backwards.pick(operands), out, lse)
         if call.results == 0:
             return out
         results = returned(call.results, out, lse, probs)
@@ -514,13 +514,13 @@ class Attention(Function):
             dout, dlse = (None if g is None else _dependent(g) for g in (dout, dlse))
             return _backward_once(ctx, dout, dlse)
         saved, backwards = ctx.saved_tensors, ctx.backwards
-        found = None
+        gradients = None
         if dlse is None and dout is not None:
-            found = backwards.like_latest((*saved, dout))
-        if found is None:
+            gradients = backwards.like_latest((*saved, dout))
+        if gradients is None:
             needed = ctx.needs_input_grad
-            found = backwards(saved, dout, dlse, needed[4] or needed[5])
-        dq, dk, dv, dbias, dsink = found
+            gradients = backwards(saved, dout, dlse, needed[4] or needed[5])
+        dq, dk, dv, dbias, dsink = gradients
         if dbias is not None:
             dbias = on_own_thread(bias_gradient, dbias, ctx.bias)
         return None, None, None, dq, dk, dv, dbias, dsink

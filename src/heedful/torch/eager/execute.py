@@ -82,11 +82,11 @@ class Case:
         program: Program,
         arch: str,
         device: torch.device,
-        given: Iterable[str],
+        inputs: Iterable[str],
         made: Mapping[str, ArraySpec],
         before: Sequence[Any] = (),
     ):
-        """program: its numbers may be symbols. given: the buffers whose addresses a run gets, in
+        """program: its numbers may be symbols. inputs: the buffers whose addresses a run gets, in
         their order. made: those that each run makes, dense, probs filled with zeros. before: the
         caller's numbers."""
         self._program, self._arch = program, arch
@@ -104,7 +104,7 @@ class Case:
             self.outputs += chain(*facts)
         zeroed = [w for w in program.workspaces if w.zeroed]
         others = [w for w in program.workspaces if not w.zeroed]
-        self._order = [*given, *made, *(workspace.name for workspace in (*others, *zeroed))]
+        self._order = [*inputs, *made, *(workspace.name for workspace in (*others, *zeroed))]
         first = len(self.outputs)
         # The index of the places of regions among the numbers; their size follows.
         self.scratch, self.zeroed = (self._region(regions) for regions in (others, zeroed))
@@ -199,8 +199,8 @@ class Case:
         """
         if self._loaded is None:
             with torch.cuda.device(self.device):
-                given = self._program, self._arch, self.index, self._order, self._numbers
-                self._loaded = ProgramKind(*given, self._end)
+                arguments = self._program, self._arch, self.index, self._order, self._numbers
+                self._loaded = ProgramKind(*arguments, self._end)
         if self._limit is not None:
             regions = [region for region in (self.scratch, self.zeroed) if region]
             size = sum([numbers[region.stop] for region in regions])

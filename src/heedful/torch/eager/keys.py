@@ -56,5 +56,5 @@ def call_key(q, k, v, x: Operands | None, out, seed, bases: int) -> tuple:
 
 def named_tensors(x: Operands, options: Options, out, seed) -> list[tuple[str, Any]]:
     """The tensors among the arguments of a call, by their public names."""
-    given = (*x._asdict().items(), ("out", out), ("dropout_seed", seed))
-    return [(argument_name(n, options.kind), t) for n, t in given if isinstance(t, Tensor)]
+    named = (*x._asdict().items(), ("out", out), ("dropout_seed", seed))
+    return [(argument_name(n, options.kind), t) for n, t in named if isinstance(t, Tensor)]

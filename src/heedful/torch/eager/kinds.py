@@ -65,9 +65,9 @@ class Kind:
     def known(self, values: Sequence[int]) -> tuple[Any, Any] | None:
         """The case of these values, and its numbers for them, if there is one."""
         for evaluate in self._found:
-            found = evaluate(values)
-            if found is not None:
-                return found
+            answer = evaluate(values)
+            if answer is not None:
+                return answer
         return None
 
     def find(self, values: Sequence[int], make: Callable[[list], Any]) -> tuple[Any, Any]:
@@ -80,9 +80,9 @@ class Kind:
         trace = Trace()
         case = make(trace.symbols(values))
         self._add((trace, case.outputs, case))
-        found = self.known(values)
-        assert found is not None
-        return found
+        answer = self.known(values)
+        assert answer is not None
+        return answer
 
     def _add(self, made: _Made) -> None:
         if len(self._joined) < _MOST_JOINED:
@@ -91,10 +91,10 @@ class Kind:
             if answer is not None:
                 self._found, self._joined = (answer, *self._found[1:]), cases
                 return
-        own = joined([made])
-        assert own is not None
+        alone = joined([made])
+        assert alone is not None
         kept = _MOST_CASES - len(self._joined)
-        self._found = (self._found[0], own, *self._found[1:kept])
+        self._found = (self._found[0], alone, *self._found[1:kept])
 
 
 class Kinds(dict):
@@ -102,12 +102,12 @@ class Kinds(dict):
 
     def of(self, key: tuple, make: Callable[[], Any] = Kind) -> Any:
         """The value of this kind, made if it is missing."""
-        found = self.get(key)
-        if found is None:
+        value = self.get(key)
+        if value is None:
             if len(self) >= MOST_KINDS:
                 self.clear()
-            found = self[key] = make()
-        return found
+            value = self[key] = make()
+        return value
 
 
 def of_tensor(name: str, tensor: Tensor) -> tuple[ArrayKind, tuple[int, ...]]:
@@ -162,8 +162,8 @@ def of_call(problem: AttentionProblem, tensors: Mapping[str, Tensor]) -> tuple[t
     values = [length or 0 for length in lengths]
     kinds = []
     for name, tensor in tensors.items():
-        own, sizes = of_tensor(name, tensor)
-        kinds.append(own)
+        array, sizes = of_tensor(name, tensor)
+        kinds.append(array)
         values += sizes
     totals = lengths[3] is not None, lengths[4] is not None
     return (totals, _rest(problem), *kinds), values

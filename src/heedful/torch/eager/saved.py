@@ -25,17 +25,17 @@ _MOST_LAYOUTS = 64
 
 
 class _Layout(NamedTuple):
-    """The backward for one layout of saved tensors and incoming gradients. like: recognises tensors
-    of this layout; None for one that comes only once. steps: from the caller's tensors to operands.
-    is_plain: whether there are no steps, and rows of out and the whole lse are contiguous. on: runs
-    on the addresses of plain tensors, if it can.
+    """The backward for one layout of saved tensors and incoming gradients. likeness: recognises
+    tensors of this layout; None for one that comes only once. steps: from the caller's tensors to
+    operands. is_plain: whether there are no steps, and rows of out and the whole lse are
+    contiguous. run_on: runs on the addresses of plain tensors, if it can.
     """
 
-    like: Likeness | None
+    likeness: Likeness | None
     steps: tuple[Step, ...]
     run: Any  # a Backward, of a layout that is kept
     is_plain: bool
-    on: Callable[[list[int]], Gradients] | None
+    run_on: Callable[[list[int]], Gradients] | None
 
 
 class Backwards:
@@ -87,27 +87,27 @@ class Backwards:
         """
         if dout is None:
             dout = on_own_thread(torch.zeros_like, saved[-2])
-        tensors, given = (*saved, dout), dlse
+        tensors, received = (*saved, dout), dlse
         if dlse is not None:
             if not is_bare(dlse):
                 return self._of_odd(tensors, dlse, kv_grad, is_dispatched)
             dlse = on_own_thread(dlse.contiguous)
         slot = 2 if laid_out else int(dlse is not None)
-        found = self.like_latest(tensors, dlse, slot) or self._of_any(tensors, dlse, kv_grad, slot)
-        return found or self._of_odd(tensors, given, kv_grad, is_dispatched)
+        grads = self.like_latest(tensors, dlse, slot) or self._of_any(tensors, dlse, kv_grad, slot)
+        return grads or self._of_odd(tensors, received, kv_grad, is_dispatched)
 
     def like_latest(self, tensors: Sequence[Tensor], dlse=None, slot: int = 0) -> Gradients | None:
         """The gradients, if tensors are like the last ones; None if not. tensors: the saved ones,
         and dout. dlse: contiguous. slot: as in `latest`."""
         layout = self.latest[slot]
-        if layout is None or layout.on is None or layout.like is None:
+        if layout is None or layout.run_on is None or layout.likeness is None:
             return None
-        addresses = layout.like.addresses(tensors)
+        addresses = layout.likeness.addresses(tensors)
         if addresses is None:
             return None
         if dlse is not None:
             addresses.append(dlse.data_ptr())
-        return layout.on(addresses)
+        return layout.run_on(addresses)
 
     def _of_odd(
         self, tensors: tuple[Tensor, ...], dlse: Tensor | None, kv_grad: bool, is_dispatched: bool
@@ -138,14 +138,14 @@ class Backwards:
         dout = dense_rows(dout)
         tensors = (*saved, dout)
         layout = self.latest[slot]
-        addresses = layout and layout.like and layout.like.addresses(tensors)
+        addresses = layout and layout.likeness and layout.likeness.addresses(tensors)
         if layout is None or addresses is None:
             if not is_bare(dout):
                 return None
             addresses = [*map(address_of, tensors)]
             layout = self._find(tensors, dlse, slot)
-        if layout.on is not None:
-            return layout.on(addresses if dlse is None else [*addresses, dlse.data_ptr()])
+        if layout.run_on is not None:
+            return layout.run_on(addresses if dlse is None else [*addresses, dlse.data_ptr()])
         x, (out, lse) = self._operands(tensors), saved[-2:]
         if not layout.is_plain:
             x, out, lse = adapt(x, layout.steps), dense_rows(out), lse.contiguous()
@@ -163,7 +163,8 @@ class Backwards:
         layout = self._like_others(tensors, dlse, slot)
         if layout is not None:
             # A layout that came once is not kept.
-            self.latest[slot] = layout if layout.like else layout._replace(run=None, on=None)
+            once = layout.likeness is None
+            self.latest[slot] = layout._replace(run=None, run_on=None) if once else layout
             return layout
         key = (slot, *[_key(tensor) for tensor in tensors])
         layout = self._layouts.get(key)
@@ -173,7 +174,7 @@ class Backwards:
             layout = self._layouts[key] = self._new(tensors, dlse, slot)
         elif layout is self.latest[slot]:
             # The layout is the same, but guards differ: for example, one tensor now stands for two.
-            layout = self._layouts[key] = layout._replace(like=Likeness(tensors))
+            layout = self._layouts[key] = layout._replace(likeness=Likeness(tensors))
         if all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
             self.latest[slot] = layout
         return layout
@@ -182,24 +183,24 @@ class Backwards:
         """The layout, if it differs from that of another call in lengths alone. It has no guards:
         for lengths that come only once these take longer than they save."""
         latest = self.latest[slot]
-        if latest is not None and latest.like is not None:
+        if latest is not None and latest.likeness is not None:
             return None
         # The lse is read with its strides, and deltas have the same.
         shapes = [tensor.shape for tensor in tensors[:-3]]
         if shapes != self._shapes or not tensors[-2].is_contiguous():
             return None
         once = latest is None
-        given = tensors if dlse is None else (*tensors, dlse)
-        run = self._runner.backward_like(given, slot, once)
+        whole = tensors if dlse is None else (*tensors, dlse)
+        run = self._runner.backward_like(whole, slot, once)
         if run is None:
             return None
-        return _Layout(None if once else Likeness(tensors), (), run, True, run.on)
+        return _Layout(None if once else Likeness(tensors), (), run, True, run.run_on)
 
     def _new(self, tensors: tuple[Tensor, ...], dlse: Tensor | None, slot: int) -> _Layout:
         problem = self._runner.problem
         out_kind = problem.out_shape, getattr(torch, problem.out_dtype)
-        own = zip(self._shapes, self._dtypes, strict=True)
-        kinds = (*own, out_kind, (problem.lse_shape, torch.float32))
+        of_operands = zip(self._shapes, self._dtypes, strict=True)
+        kinds = (*of_operands, out_kind, (problem.lse_shape, torch.float32))
         for name, tensor, kind in zip(self._names, tensors, kinds, strict=False):
             check_restored(name, tensor, *kind, self._device)
             check_bare(name, tensor)
@@ -207,14 +208,14 @@ class Backwards:
         steps = adaptations(x, problem)
         dense = dense_rows(out), lse.contiguous()
         run = self._runner.backward_of(adapt(x, steps), *dense, dout, dlse, slot == 2)
-        is_plain, on = not steps and dense[0] is out and lse.is_contiguous(), None
+        is_plain, run_on = not steps and dense[0] is out and lse.is_contiguous(), None
         if is_plain and isinstance(run, GpuBackward):
-            on = None if run.copied else run.on
+            run_on = None if run.copied else run.run_on
             if run.kinds:
                 # It can be found again, since only lengths differ.
-                like = Likeness(tensors if dlse is None else (*tensors, dlse), run.kinds)
-                self._runner.case.latest[slot] = like, run
-        return _Layout(Likeness(tensors), steps, run, is_plain, on)
+                likeness = Likeness(tensors if dlse is None else (*tensors, dlse), run.kinds)
+                self._runner.case.latest[slot] = likeness, run
+        return _Layout(Likeness(tensors), steps, run, is_plain, run_on)
 
 
 def _key(tensor: Tensor) -> tuple:

@@ -54,12 +54,12 @@ def append_slots(
     Raises:
         TypeError, ValueError: naming the argument, before anything is written.
     """
-    given = k, v, k_cache, v_cache, slots, k_descale, v_descale
+    arguments = k, v, k_cache, v_cache, slots, k_descale, v_descale
     if isinstance(k, Tensor) and device_spec(k.device).vendor == "cpu":
-        _check(*given)
-        return on_own_thread(_plainly, *given)
-    run = APPENDS.of(tensor_keys(given), partial(_on_device, *given))
-    run([*map(address_of, [tensor for tensor in given if tensor is not None])])
+        _check(*arguments)
+        return on_own_thread(_plainly, *arguments)
+    run = APPENDS.of(tensor_keys(arguments), partial(_on_device, *arguments))
+    run([*map(address_of, [tensor for tensor in arguments if tensor is not None])])
 
 
 def _plainly(k, v, k_cache, v_cache, slots, k_descale, v_descale) -> None:
@@ -73,15 +73,15 @@ def _plainly(k, v, k_cache, v_cache, slots, k_descale, v_descale) -> None:
     append_kv(k_cache, v_cache, new[0], new[1], slots, None, table, True)
 
 
-def _on_device(*given: Tensor | None) -> Any:
+def _on_device(*arguments: Tensor | None) -> Any:
     """A function that writes tensors like these, from their addresses; compiles when it is made."""
-    _check(*given)
+    _check(*arguments)
     names = ("k_new", "v_new", "k", "v", "slots", "k_descale", "v_descale")
-    tensors = {n: t for n, t in zip(names, given, strict=True) if t is not None}
+    tensors = {n: t for n, t in zip(names, arguments, strict=True) if t is not None}
     device = tensors["slots"].device
     check_device(device)
-    found = [of_tensor(_ROWS.get(name, name), tensor) for name, tensor in tensors.items()]
-    kinds, values = [kind for kind, _ in found], [n for _, sizes in found for n in sizes]
+    described = [of_tensor(_ROWS.get(name, name), tensor) for name, tensor in tensors.items()]
+    kinds, values = [kind for kind, _ in described], [n for _, sizes in described for n in sizes]
 
     def make(numbers) -> Case:
         rest = iter(numbers)

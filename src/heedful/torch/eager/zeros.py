@@ -65,8 +65,8 @@ _of_stream: dict[tuple[int, int], Zeros] = {}
 def of_stream(device: torch.device, stream: int, align: int) -> Zeros:
     """The Zeros of a GPU's stream, which must be current."""
     key = (device.index, stream)
-    found = _of_stream.get(key)
-    return found or _of_stream.setdefault(key, Zeros(align, lambda: unpooled(REGION_BYTES, device)))
+    zeros = _of_stream.get(key)
+    return zeros or _of_stream.setdefault(key, Zeros(align, lambda: unpooled(REGION_BYTES, device)))
 
 
 class Lasting:

@@ -109,8 +109,8 @@ def _expand(index: int, shape: tuple) -> Step:
 def _number_bias(dtype: torch.dtype) -> Step:
     def step(fields: list) -> None:
         bias = fields[_INDEX["bias"]]
-        own = bias[tuple([slice(size) for size in own_shape(bias.shape, bias.stride())])]
-        fields[_INDEX["bias"]] = on_own_thread(_numbers, own, dtype).expand(bias.shape)
+        unexpanded = bias[tuple([slice(size) for size in own_shape(bias.shape, bias.stride())])]
+        fields[_INDEX["bias"]] = on_own_thread(_numbers, unexpanded, dtype).expand(bias.shape)
 
     return step
 

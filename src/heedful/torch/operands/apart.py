@@ -35,9 +35,9 @@ class Apart:
         self._specs = [array_spec(tensor) for tensor in tensors.values()]
         kept = [name for name in written if name in together]
         groups = [self._group(kept, [name for name in tensors if name not in together])]
-        for own in written:
-            if own not in together:
-                groups.append(self._group([own], [name for name in tensors if name != own]))
+        for each in written:
+            if each not in together:
+                groups.append(self._group([each], [name for name in tensors if name != each]))
         self._groups = [group for group in groups if group is not None]
         # Addresses of arrays that do not overlap, by that of a written array.
         self._seen: dict[int, Sequence[int]] = {}

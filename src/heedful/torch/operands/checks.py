@@ -87,14 +87,14 @@ def lies_in(v: Tensor, k: Tensor) -> bool:
 _TENSORS = ("k", "v", "rotary_cos", "rotary_sin")
 
 
-def check_tensor(name: str, value: Any, device: torch.device | None = None, like: str = "q"):
-    """TypeError unless a dense tensor, ValueError unless on `device`, that of `like`."""
+def check_tensor(name: str, value: Any, device: torch.device | None = None, peer: str = "q"):
+    """TypeError unless a dense tensor, ValueError unless on `device`, that of `peer`."""
     if not isinstance(value, Tensor):
         wrong_type(name, "a torch.Tensor", value)
     if value.layout != torch.strided:
         raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
     if device is not None:
-        describe.check_device(name, value.device, device, like)
+        describe.check_device(name, value.device, device, peer)
 
 
 def check_tensors(x: Operands, options: Options) -> None:

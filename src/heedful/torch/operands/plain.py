@@ -96,12 +96,12 @@ def plain_seed(seed: Any, device: torch.device) -> int | Tensor | None:
     return seed.to(torch.int64)
 
 
-def plain_options(given: Options) -> Options:
+def plain_options(options: Options) -> Options:
     """The options with plain values. A value that is plain already stays the same object. Raises
     TypeError or ValueError naming the argument."""
-    _check_near("window_size", given.window_size, call.WINDOW)
-    _check_near("dropout_origin", given.dropout_origin, call.ORIGIN)
-    return call.plain_options(given, plain_int, plain_float, plain_flag)
+    _check_near("window_size", options.window_size, call.WINDOW)
+    _check_near("dropout_origin", options.dropout_origin, call.ORIGIN)
+    return call.plain_options(options, plain_int, plain_float, plain_flag)
 
 
 def plain_update(update: CacheUpdate, q: Any) -> CacheUpdate:
@@ -128,9 +128,9 @@ def _has_rows(q: Any) -> bool:
     return isinstance(q, Tensor) and q.dim() > 0
 
 
-def is_same(plain: tuple, given: tuple) -> bool:
+def is_same(plain: tuple, received: tuple) -> bool:
     """Whether both hold the same objects, so that nothing was made plain."""
-    return all(map(operator.is_, plain, given))
+    return all(map(operator.is_, plain, received))
 
 
 def _check_near(name: str, value: Any, wanted: str) -> None:

@@ -109,7 +109,7 @@ class Backward(OneLevelFunction):
 
     @staticmethod
     def forward(ctx, below, *args):
-        ctx.like = [(a.shape, a.dtype) if isinstance(a, Tensor) else None for a in args]
+        ctx.shapes = [(a.shape, a.dtype) if isinstance(a, Tensor) else None for a in args]
         return below(*args)
 
     @staticmethod
@@ -121,7 +121,7 @@ class Backward(OneLevelFunction):
         # is computed.
         raising = torch.ops.heedful.second_backward.default
         wanted = (
-            raising(grads[0], *like) if needed else None
-            for needed, like in zip(ctx.needs_input_grad[1:], ctx.like, strict=True)
+            raising(grads[0], *facts) if needed else None
+            for needed, facts in zip(ctx.needs_input_grad[1:], ctx.shapes, strict=True)
         )
         return None, *wanted

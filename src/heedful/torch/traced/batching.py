@@ -74,11 +74,11 @@ def seed_vmap(info, in_dims, seed):
 def _joins(x: Operands, dims: Operands, options: Options) -> bool:
     """Whether the mapped dim may be merged into the batch. dims: its index in each argument, None
     if it is not mapped."""
-    own = [
+    shapes = [
         None if t is None else tuple(n for i, n in enumerate(t.shape) if i != d)
         for t, d in zip(x, dims, strict=True)
     ]
-    return joins(Operands(*own), [d is not None for d in dims], options)
+    return joins(Operands(*shapes), [d is not None for d in dims], options)
 
 
 def _fold(tensor: Tensor, dim: int | None, size: int) -> Tensor:
@@ -101,8 +101,8 @@ def _one_by_one(op, size: int, in_dims, args):
             t.new_zeros((1, *t.shape[:dim], *t.shape[dim + 1 :])) if isinstance(dim, int) else t
             for t, dim in zip(args, in_dims, strict=True)
         ]
-        own = op(*_element(one, [0 if isinstance(dim, int) else None for dim in in_dims], 0))
-        return tuple(part.new_empty((0, *part.shape)) for part in own), (0,) * len(own)
+        element = op(*_element(one, [0 if isinstance(dim, int) else None for dim in in_dims], 0))
+        return tuple(part.new_empty((0, *part.shape)) for part in element), (0,) * len(element)
     stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
     return stacked, (0,) * len(stacked)
 

@@ -101,10 +101,10 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
             return torch.ops.heedful.inference_v2.default(q, k, v, options.causal)
         x = Operands(q, k, v)
     check_tensors(x, options)
-    given, seed = plain_options(options), plain_seed(seed, x.q.device)
+    plain, seed = plain_options(options), plain_seed(seed, x.q.device)
     check_seed(seed, x.q.device)
     if has_parts:
-        sharded.check_shards(given, out, seed)
+        sharded.check_shards(plain, out, seed)
     device = x.q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         q, k, v, bias = autocast((x.q, x.k, x.v, x.bias), device)
@@ -112,20 +112,20 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
     wants_grad, _ = gradients_wanted(x)
     if torch.is_grad_enabled():
         check_constants(x)
-    if given.dropout_p > 0:
-        own = make_seed(seed, x.q.device)
+    if plain.dropout_p > 0:
+        philox_key = make_seed(seed, x.q.device)
         if seed is None and wants_grad and is_compiling():
-            own = torch.ops.heedful.kept_seed.default(own)
-        x = x._replace(seed=own)
+            philox_key = torch.ops.heedful.kept_seed.default(philox_key)
+        x = x._replace(seed=philox_key)
     if out is not None:
         check_own_out(out, x.q, wants_grad)
         check_out(*map(abstract_spec, (out, x.q, x.v)))
-    if out is None and not wants_grad and _is_bare(x, given):
-        return torch.ops.heedful.inference_v2.options(*x[:3], *_inference_arguments(given))
-    result, lse, probs = torch.ops.heedful.attention_v3.default(*x, *given, wants_grad)
+    if out is None and not wants_grad and _is_bare(x, plain):
+        return torch.ops.heedful.inference_v2.options(*x[:3], *_inference_arguments(plain))
+    result, lse, probs = torch.ops.heedful.attention_v3.default(*x, *plain, wants_grad)
     if out is not None:
         result = out.copy_(result)
-    return returned(results_of(given), result, lse, probs)
+    return returned(results_of(plain), result, lse, probs)
 
 
 def differentiate(
@@ -145,18 +145,18 @@ def differentiate(
     has_parts = has_shards((*x, *saved, seed))
     check_tensors(x, options)
     device = x.q.device
-    given, seed = plain_options(options), plain_seed(seed, device)
+    plain, seed = plain_options(options), plain_seed(seed, device)
     bias_grad = plain_flag("bias_grad", bias_grad) and _has_gradient(x.bias)
     for name, tensor in zip(_SAVED, saved, strict=True):
         if tensor is not None or name != "dlse":
             check_tensor(name, tensor, device)
-    if given.dropout_p > 0:
+    if plain.dropout_p > 0:
         if seed is None:
             raise ValueError("dropout_seed must be that of the call where dropout_p > 0, got None")
         x = x._replace(seed=make_seed(seed, device))
-    named = [*named_tensors(x, given, None, None), *zip(_SAVED, saved, strict=True)]
+    named = [*named_tensors(x, plain, None, None), *zip(_SAVED, saved, strict=True)]
     if known_as is not None and are_bare(named):
-        call = _call(x, given, True, bias_grad)
+        call = _call(x, plain, True, bias_grad)
         _check_saved(call.problem, saved)
         if call.checks:
             call.operands(x, x.seed)
@@ -165,8 +165,8 @@ def differentiate(
     if has_parts:
         take_shards()
     if not is_compiling():
-        _check_saved(_problem(x, given, bias_grad), saved)
-    args = (*saved, *x, *given, bias_grad, True)
+        _check_saved(_problem(x, plain, bias_grad), saved)
+    args = (*saved, *x, *plain, bias_grad, True)
     dq, dk, dv, dbias, dsink = torch.ops.heedful.attention_v3_backward.default(*args)
     return Gradients(dq, dk, dv, dbias if bias_grad else None, None if x.sink is None else dsink)
 
@@ -206,7 +206,7 @@ def own_gradients(grads: Gradients, x: Operands) -> Gradients:
     return grads
 
 
-def _is_usual(q, k, v, given: Options) -> bool:
+def _is_usual(q, k, v, options: Options) -> bool:
     """Whether a compiled call wants the output alone, and has no options but `causal`. At each call
     the compiled code checks again every value that is checked here; literals cost nothing.
     """
@@ -214,25 +214,25 @@ def _is_usual(q, k, v, given: Options) -> bool:
         isinstance(q, Tensor)
         and isinstance(k, Tensor)
         and isinstance(v, Tensor)
-        and (given.causal is True or given.causal is False)
-        and given.kind == "dense"
-        and given.dropout_p == 0.0
-        and given.softmax_scale is None
-        and given.window_size == (-1, -1)
-        and given.softcap == 0.0
-        and (given.deterministic, given.return_attn_probs, given.return_lse) == (False,) * 3
-        and given.num_splits == 0
-        and given.backend is None
-        and given.dropout_origin == (0, 0, 0, 0)
+        and (options.causal is True or options.causal is False)
+        and options.kind == "dense"
+        and options.dropout_p == 0.0
+        and options.softmax_scale is None
+        and options.window_size == (-1, -1)
+        and options.softcap == 0.0
+        and (options.deterministic, options.return_attn_probs, options.return_lse) == (False,) * 3
+        and options.num_splits == 0
+        and options.backend is None
+        and options.dropout_origin == (0, 0, 0, 0)
         and not (
             torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         )
     )
 
 
-def _is_bare(x: Operands, given: Options) -> bool:
+def _is_bare(x: Operands, options: Options) -> bool:
     """Whether q, k and v are the only operands and `out` is the only result."""
-    return given.kind == "dense" and results_of(given) == 0 and all(t is None for t in x[3:])
+    return options.kind == "dense" and results_of(options) == 0 and all(t is None for t in x[3:])
 
 
 def _call(x: Operands, options: Options, needs_grad: bool, bias_grad: bool) -> Call:
@@ -270,8 +270,8 @@ def _attention_fake(*args):
 _INFERENCE = ("softmax_scale", "causal", "window_size", "softcap", "num_splits", "backend")
 
 
-def _inference_arguments(given: Options) -> tuple:
-    return tuple([getattr(given, name) for name in _INFERENCE])
+def _inference_arguments(options: Options) -> tuple:
+    return tuple([getattr(options, name) for name in _INFERENCE])
 
 
 def _inference_options(*args) -> Options:

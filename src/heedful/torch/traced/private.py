@@ -23,8 +23,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 # A Function for the current functorch level alone, which `Function` hides.
 OneLevelFunction = _SingleLevelFunction
 _PLAIN = {
-    (torch._C.DispatchKeySet(own) | torch._C.DispatchKeySet(autograd)).raw_repr()
-    for own, autograd in (
+    (torch._C.DispatchKeySet(dense) | torch._C.DispatchKeySet(autograd)).raw_repr()
+    for dense, autograd in (
         (torch._C.DispatchKey.CPU, torch._C.DispatchKey.AutogradCPU),
         (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.AutogradCUDA),
     )

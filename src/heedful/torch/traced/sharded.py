@@ -140,7 +140,7 @@ class Spread:
             raise ValueError(
                 f"{public} must lie on q's mesh, {self.mesh}, got {tensor.device_mesh}"
             )
-        if not all([size == 1 or own == place for own, place, size in alike]):
+        if not all([size == 1 or part == place for part, place, size in alike]):
             raise ValueError(
                 f"{public} must have placements {wanted} where q has {self._q.placements}, got"
                 f" {tensor.placements}"
@@ -150,17 +150,17 @@ class Spread:
                 f"{public} must be split by the dims of its mesh in their order, got a DTensor that"
                 " is split in another"
             )
-        own = tensor.to_local()
+        part = tensor.to_local()
         shape = list(tensor.shape)
         for place, size in zip(wanted, sizes, strict=True):
             if place != self._same:
                 shape[place.dim] //= size
-        if list(own.shape) != shape:
+        if list(part.shape) != shape:
             raise ValueError(
                 f"{public} must have the same share on each rank, {tuple(shape)}, got"
-                f" {tuple(own.shape)} on this one"
+                f" {tuple(part.shape)} on this one"
             )
-        return own
+        return part
 
     def operands(self, x: Operands) -> Operands:
         """This rank's part of a call's operands."""
@@ -218,8 +218,8 @@ def attend(op, args: tuple):
     x, options, (needs_grad,) = split(args)
     spread = Spread(x, options, (needs_grad, False))
     problem = spread.problem
-    own = spread.operands(x), spread.options(options)
-    out, lse, probs = op(*own[0], *own[1], needs_grad)
+    parts = spread.operands(x), spread.options(options)
+    out, lse, probs = op(*parts[0], *parts[1], needs_grad)
     return (
         spread.whole("out", out, problem.out_shape),
         spread.whole("lse", lse, problem.lse_shape),

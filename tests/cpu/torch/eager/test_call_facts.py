@@ -164,7 +164,7 @@ def test_what_a_kind_of_call_needs_each_time_is_known_once(name, place, monkeypa
         with standin.gpu():
             call = made(given, options)
     assert facts_of(call) == {**USUAL, **others}
-    assert call.like is None
+    assert call.likeness is None
     assert call.problem == call.runner.problem == call.runner.plan.problem
     assert call.problem.needs_grad == others.get("backwards", False)
 
@@ -172,7 +172,7 @@ def test_what_a_kind_of_call_needs_each_time_is_known_once(name, place, monkeypa
 def test_a_call_of_other_lengths_shares_all_but_its_runner():
     x = Operands(**DENSE)
     call = Call(x, Options("dense", return_lse=True), (True, False), None)
-    assert call.is_aligned(x) and call.like is not None and call.backwards is not None
+    assert call.is_aligned(x) and call.likeness is not None and call.backwards is not None
     runner: Any = SimpleNamespace(forward="its forward", problem="its problem")
     given = []
     call.runner = SimpleNamespace(at=lambda *more: given.append(more) or runner)
@@ -182,7 +182,7 @@ def test_a_call_of_other_lengths_shares_all_but_its_runner():
     for name in (*shared, "wants_grad"):
         assert getattr(other, name) is getattr(call, name)
     assert (other.runner, other.forward, other.problem) == (runner, "its forward", "its problem")
-    assert other.like is None
+    assert other.likeness is None
     assert other.backwards is not None and other.backwards is not call.backwards
     assert other.backwards._runner is runner and other.backwards._device == CPU
     plain = Call(x, Options("dense"), (False, False), None)
@@ -193,13 +193,13 @@ def test_a_call_of_other_lengths_shares_all_but_its_runner():
 def test_a_call_is_alike_where_its_tensors_are_and_aligned_where_they_all_are():
     x = Operands(**DENSE)
     call = Call(x, Options("dense"), (False, False), None)
-    assert call.is_aligned(x) and call.like is not None
-    like: Any = call.like
+    assert call.is_aligned(x) and call.likeness is not None
+    like: Any = call.likeness
     for name in "qkv":
         assert not call.is_aligned(x._replace(**{name: unaligned(DENSE[name])}))
         assert like.addresses(x._replace(**{name: DENSE[name].half()})) is None
     addresses = [tensor.data_ptr() for tensor in x[:3]]
-    assert call.like is like and like.addresses(x) == addresses and like.alike(*x[:3])
+    assert call.likeness is like and like.addresses(x) == addresses and like.alike(*x[:3])
 
 
 def test_what_a_call_returns_is_told_by_its_options():

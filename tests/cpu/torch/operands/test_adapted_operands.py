@@ -58,7 +58,7 @@ def test_a_tensor_is_dense_and_on_the_device_of_another():
     words = "x must be on cpu like q, got meta"
     assert said(ValueError, checks.check_tensor, "x", meta(2), CPU) == words
     words = "x must be on meta like outs, got cpu"
-    assert said(ValueError, checks.check_tensor, "x", torch.zeros(2), META, like="outs") == words
+    assert said(ValueError, checks.check_tensor, "x", torch.zeros(2), META, peer="outs") == words
 
 
 @pytest.mark.parametrize(
