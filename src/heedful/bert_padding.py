@@ -116,8 +116,8 @@ def _mask(name: str, mask: Tensor, hidden_states: Tensor) -> Tensor:
     return mask != 0
 
 
-def _check_indices(indices: Tensor, like: Tensor, rows: int) -> None:
-    check_tensor("indices", indices, like.device, "the rows")
+def _check_indices(indices: Tensor, tensor: Tensor, rows: int) -> None:
+    check_tensor("indices", indices, tensor.device, "the rows")
     if indices.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"indices must be int64 or int32, got {indices.dtype}")
     if indices.dim() != 1:

@@ -144,9 +144,9 @@ def _losses(report: "Report") -> Table:
         table.add_column(name, justify="right")
     count = len(apart)
     for step in sorted({1 + (count - 1) * row // (_ROWS - 1) for row in range(_ROWS)}):
-        at = step - 1
-        cells = (f"{losses[OURS][at]:.6f}", f"{losses[THEIRS][at]:.6f}")
-        table.add_row(str(step), *cells, f"{apart[at]:.1e}", f"{noise[at]:.1e}")
+        index = step - 1
+        cells = (f"{losses[OURS][index]:.6f}", f"{losses[THEIRS][index]:.6f}")
+        table.add_row(str(step), *cells, f"{apart[index]:.1e}", f"{noise[index]:.1e}")
     return table
 
 
@@ -169,8 +169,8 @@ def _conclude(report: "Report", seconds: float) -> None:
         f"The curves {verdict}. Apart they may be three times what a control is from SDPA, plus the"
         " rounding of the losses, over each tenth of the steps and all before it; the control is"
         " SDPA's unfused math with weights off by one rounding. Closest to that bound, over the"
-        f" first {worst.steps} steps: at most {worst.found.largest:.1e} apart"
-        f" (RMS {worst.found.rms:.1e}), allowed {worst.bound.largest:.1e}"
+        f" first {worst.steps} steps: at most {worst.apart.largest:.1e} apart"
+        f" (RMS {worst.apart.rms:.1e}), allowed {worst.bound.largest:.1e}"
         f" (RMS {worst.bound.rms:.1e})."
     )
     learned = "[bold green]learned[/]" if report.learned else "[bold red]learned NOTHING[/]"

@@ -56,9 +56,9 @@ def doctor(
     if frameworks:
         out.print(_framework_table(frameworks))
     out.print(_device_table(devices))
-    for name, own in rows.items():
-        out.print(_kernel_table(name, own))
-    shown = {row["level"] for own in rows.values() for row in own}
+    for name, of_kind in rows.items():
+        out.print(_kernel_table(name, of_kind))
+    shown = {row["level"] for of_kind in rows.values() for row in of_kind}
     for level, words in LEVELS.items():
         if level in shown:
             out.print(f"  {level_text(level)}: {words}")
@@ -99,17 +99,20 @@ def _frameworks() -> Iterator[dict]:
         points = [*metadata.distribution("heedful").entry_points]
     except metadata.PackageNotFoundError:
         points = []
-    for found in integrations.installed():
-        if found.version is not None:
-            module, (call, _) = f"heedful.integrations.{found.name}", integrations.CALLS[found.name]
-            own = [p.value for p in points if p.group.partition(".")[0] == found.name]
+    for framework in integrations.installed():
+        if framework.version is not None:
+            module, (call, _) = (
+                f"heedful.integrations.{framework.name}",
+                integrations.CALLS[framework.name],
+            )
+            entries = [p.value for p in points if p.group.partition(".")[0] == framework.name]
             yield {
-                "name": found.name,
-                "version": found.version,
-                "tested": [found.first, found.last],
-                "is_tested": found.is_tested,
-                "registered": own,
-                "active": found.registered,
+                "name": framework.name,
+                "version": framework.version,
+                "tested": [framework.first, framework.last],
+                "is_tested": framework.is_tested,
+                "registered": entries,
+                "active": framework.registered,
                 "register": f"{module}.{call}()" if find_spec(module) else None,
             }
 
@@ -214,7 +217,7 @@ def _advice(devices: list[DeviceSpec], tools: Toolchain) -> Iterator[str]:
 def _untested(versions: dict[str, str | None]) -> Iterator[str]:
     """The message about versions outside of those that heedful was tested with."""
     for name, (oldest, newest) in TESTED.items():
-        found = numbers(versions[name] or "")[: len(newest)]
-        if found and not oldest <= found <= newest:
+        installed = numbers(versions[name] or "")[: len(newest)]
+        if installed and not oldest <= installed <= newest:
             words = " to ".join(".".join(map(str, version)) for version in (oldest, newest))
             yield _outside(name, versions[name], words)

@@ -80,12 +80,12 @@ def as_data(decision: Plan) -> dict:
         "short_q": decision.short_q,
         "kernels": kernels,
         "launches": {
-            direction: [{"kernel": call.kernel.function, "grid": call.grid} for call in own.calls]
-            for direction, own in _programs(decision).items()
+            direction: [{"kernel": call.kernel.function, "grid": call.grid} for call in made.calls]
+            for direction, made in _programs(decision).items()
         },
         "scratch": {
-            direction: [_scratch(workspace) for workspace in own.workspaces]
-            for direction, own in _programs(decision).items()
+            direction: [_scratch(workspace) for workspace in made.workspaces]
+            for direction, made in _programs(decision).items()
         },
         "rejected": [_plain(rejection) for rejection in decision.rejected],
         "notes": list(decision.notes),
@@ -178,8 +178,8 @@ def _launches(programs: dict[str, Program]) -> Table:
     table = Table(title="Launches", title_justify="left", title_style="bold")
     for name in ("direction", "kernel", "grid"):
         table.add_column(name)
-    for direction, own in programs.items():
-        for call in own.calls:
+    for direction, made in programs.items():
+        for call in made.calls:
             grid = " x ".join(map(str, call.grid)).removesuffix(" x 1").removesuffix(" x 1")
             table.add_row(direction, call.kernel.function, grid)
     return table
@@ -188,8 +188,8 @@ def _launches(programs: dict[str, Program]) -> Table:
 def _scratch_words(programs: dict[str, Program]) -> list[str]:
     """A line a direction: its arrays of scratch with their sizes."""
     lines = []
-    for direction, own in programs.items():
-        facts = [_scratch(workspace) for workspace in own.workspaces]
+    for direction, made in programs.items():
+        facts = [_scratch(workspace) for workspace in made.workspaces]
         arrays = (f"{f['name']} {f['bytes'] / MIB:.3g} MiB" for f in facts)
         lines.append(f"scratch {direction}: {', '.join(arrays) or 'none'}")
     return lines

@@ -37,23 +37,23 @@ def inspect(
     from heedful.launch.prebuild import compiling
     from heedful.launch.program.programs import program
 
-    found = []
+    inspections = []
     writable(svg, "--svg")
     try:
         if device is not None:
             chosen = plan(options.problem(), planned_device(device)[0], compiling(), backend)
             for direction in ("forward", "backward")[: 1 + bool(chosen.backward)]:
-                found += command.of_program(program(chosen, direction), chosen.device.arch)
-        found += [command.of_file(path) for path in against or ()]
+                inspections += command.of_program(program(chosen, direction), chosen.device.arch)
+        inspections += [command.of_file(path) for path in against or ()]
     except (AsmError, OSError, RuntimeError, ValueError) as error:
         fail(escape(str(error)))
-    if not found:
+    if not inspections:
         fail("nothing to inspect: give --device for a problem's kernels, --against for files")
-    amd = [kernel for kernel in found if isinstance(kernel, Inspection)]
+    amd = [kernel for kernel in inspections if isinstance(kernel, Inspection)]
     if not amd and (svg is not None or segments):
         fail("--svg and --segments want an AMD kernel, and there is none")
     if svg is not None:
         write(svg, timeline_svg(amd[0]))
         err.print(f"wrote {svg}")
-    text = to_json(found) if as_json else command.render(found, segments, out.width)
+    text = to_json(inspections) if as_json else command.render(inspections, segments, out.width)
     out.print(text, markup=False, soft_wrap=True)

@@ -36,10 +36,10 @@ def level_on(row: Variant, arch: str) -> str | None:
 
 
 def dtype_words(row: Variant) -> str:
-    own, kv = (
+    queries, kv = (
         ", ".join(_SHORT.get(name, name) for name in names) for names in (row.dtypes, row.kv_dtypes)
     )
-    return own + (f"; KV {'' if row.converts else 'also '}{kv}" if kv else "")
+    return queries + (f"; KV {'' if row.converts else 'also '}{kv}" if kv else "")
 
 
 def dim_words(row: Variant) -> str:

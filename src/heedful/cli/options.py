@@ -123,7 +123,7 @@ def with_problem(command: Callable) -> Callable:
     """Gives a command whose first parameter is `options: ProblemOptions` these options."""
     fields = dataclasses.fields(ProblemOptions)
     hints = inspect.get_annotations(ProblemOptions)
-    own = list(inspect.signature(command).parameters.values())[1:]
+    declared = list(inspect.signature(command).parameters.values())[1:]
     keyword = inspect.Parameter.KEYWORD_ONLY
     added = [
         inspect.Parameter(f.name, keyword, default=f.default, annotation=hints[f.name])
@@ -131,11 +131,11 @@ def with_problem(command: Callable) -> Callable:
     ]
 
     @functools.wraps(command)
-    def wrapped(**given):
-        options = ProblemOptions(**{f.name: given.pop(f.name) for f in fields})
-        return command(options, **given)
+    def wrapped(**arguments):
+        options = ProblemOptions(**{f.name: arguments.pop(f.name) for f in fields})
+        return command(options, **arguments)
 
-    parameters = [*added, *(p.replace(kind=keyword) for p in own)]
+    parameters = [*added, *(p.replace(kind=keyword) for p in declared)]
     wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
     del wrapped.__wrapped__

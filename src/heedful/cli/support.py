@@ -39,14 +39,14 @@ def support(
 def _by_level(arch: str) -> dict[str, list[str]]:
     """By support level on an architecture the backends, of whose variants the first counts; which
     direction, where it has but one."""
-    found: dict[str, list[str]] = {}
+    by_level: dict[str, list[str]] = {}
     for backend in backends():
         levels: dict[str, str] = {}
-        for own in VARIANTS:
-            if own.backend == backend and (level := matrix.level_on(own, arch)):
-                levels.setdefault(own.direction, level)
+        for variant in VARIANTS:
+            if variant.backend == backend and (level := matrix.level_on(variant, arch)):
+                levels.setdefault(variant.direction, level)
         for level in dict.fromkeys(levels.values()):
-            own = [direction for direction in levels if levels[direction] == level]
-            words = backend if len(own) == 2 else f"{backend} ({own[0]})"
-            found.setdefault(level, []).append(words)
-    return found
+            variant = [direction for direction in levels if levels[direction] == level]
+            words = backend if len(variant) == 2 else f"{backend} ({variant[0]})"
+            by_level.setdefault(level, []).append(words)
+    return by_level

@@ -50,7 +50,7 @@ def _show() -> None:
         out.print(table)
     else:
         out.print("no toolchain is installed: `heedful toolchain install`")
-    own = installed.triton_version()
-    out.print(f"this process's own: {f'Triton {own}' if own else 'none'}")
+    here = installed.triton_version()
+    out.print(f"this process's own: {f'Triton {here}' if here else 'none'}")
     words = escape(chosen.words()) if chosen else "nothing"
     out.print(f"compiles here: {words}", soft_wrap=True)

@@ -44,22 +44,22 @@ def validate(
         asked = run.asked_of(backend, names) if backend else names
     except ValueError as error:
         fail(escape(f"backend on {where} {error}"))
-    found = _correctness(grid.grid(small=where.type == "cpu"), asked, where)
-    out.print(_table(found, asked))
+    verdicts = _correctness(grid.grid(small=where.type == "cpu"), asked, where)
+    out.print(_table(verdicts, asked))
     outcomes = [] if no_bench else _bench(asked, where)
-    complaints = [f"{v.backend}, {v.problem}: {words}" for v in found for words in v.wrong]
+    complaints = [f"{v.backend}, {v.problem}: {words}" for v in verdicts for words in v.wrong]
     complaints += [
         f"{figure.peer}, {outcome.case.name}: {figure.missing}"
         for outcome in outcomes
         for figure in outcome.figures
         if figure.wrong and figure.peer.startswith("heedful")
     ]
-    untried = [n for n in asked if not any(v.judged for v in found if v.backend == n)]
+    untried = [n for n in asked if not any(v.judged for v in verdicts if v.backend == n)]
     complaints += [f"{name}: took no problem of the grid" for name in untried]
     for line in complaints:
         out.print(f"[bold red]wrong[/] {escape(line)}", soft_wrap=True)
     recorded = _record(frozenset(asked), where, not complaints)
-    _write_report(report, where, found, outcomes, complaints, recorded)
+    _write_report(report, where, verdicts, outcomes, complaints, recorded)
     out.print(f"wrote {escape(str(report))}", soft_wrap=True)
     if complaints:
         raise typer.Exit(1)
@@ -73,13 +73,13 @@ def _progress() -> Progress:
 def _correctness(entries: list, names: list[str], where) -> "list[Verdict]":
     from heedful.validation import run
 
-    found = []
+    verdicts = []
     with _progress() as progress:
         task = progress.add_task("against float64", total=len(entries) * len(names))
         for verdict in run.verdicts(entries, names, where):
-            found.append(verdict)
+            verdicts.append(verdict)
             progress.update(task, description=f"{verdict.backend}: {verdict.problem}", advance=1)
-    return found
+    return verdicts
 
 
 def _bench(names: list[str], where) -> "list[Outcome]":
@@ -100,7 +100,7 @@ def _bench(names: list[str], where) -> "list[Outcome]":
     return outcomes
 
 
-def _table(found: "list[Verdict]", names: list[str]) -> Table:
+def _table(verdicts: "list[Verdict]", names: list[str]) -> Table:
     """A row a problem, with each backend's worst error as a share of its budget: there may be more
     backends than columns fit on a screen."""
     table = Table(
@@ -108,10 +108,10 @@ def _table(found: "list[Verdict]", names: list[str]) -> Table:
     )
     table.add_column("problem")
     table.add_column("kernels")
-    cells = {(v.problem, v.backend): _cell(v) for v in found}
-    for problem in dict.fromkeys(v.problem for v in found):
-        own = {name: cells[problem, name] for name in names}
-        words = ", ".join(f"{name} {cell}" for name, cell in own.items() if cell)
+    cells = {(v.problem, v.backend): _cell(v) for v in verdicts}
+    for problem in dict.fromkeys(v.problem for v in verdicts):
+        by_name = {name: cells[problem, name] for name in names}
+        words = ", ".join(f"{name} {cell}" for name, cell in by_name.items() if cell)
         table.add_row(escape(problem), words or "[dim]none takes it[/]")
     return table
 
@@ -153,7 +153,7 @@ def _record(names: frozenset[str], where, passed: bool) -> str | None:
     return str(path)
 
 
-def _write_report(path: Path, where, found, outcomes, complaints, recorded: str | None) -> None:
+def _write_report(path: Path, where, verdicts, outcomes, complaints, recorded: str | None) -> None:
     from dataclasses import asdict
 
     from heedful.bench.harness.run import records, surroundings
@@ -167,7 +167,7 @@ def _write_report(path: Path, where, found, outcomes, complaints, recorded: str 
         "passed": not complaints,
         "wrong": complaints,
         "record": recorded,
-        "problems": [verdict.record() for verdict in found],
+        "problems": [verdict.record() for verdict in verdicts],
         "bench": [record for outcome in outcomes for record in records(outcome, where)],
     }
     write(path, json.dumps(facts, indent=1, default=str))

@@ -128,9 +128,9 @@ class Block:
 
     def seen(self) -> range:
         """The keys from the first to the last that any of the block's queries sees by position."""
-        found = self.problem.mask.key_range(0, self.len_q, UNIT, self.len_q, self.len_k)
-        begin = 0 if found.first_end else found.begin * UNIT
-        return range(begin, max(begin, min(found.end * UNIT, self.len_k)))
+        key_range = self.problem.mask.key_range(0, self.len_q, UNIT, self.len_q, self.len_k)
+        begin = 0 if key_range.first_end else key_range.begin * UNIT
+        return range(begin, max(begin, min(key_range.end * UNIT, self.len_k)))
 
     def rows_that_see(self, rows: range, cols: range) -> range:
         """The queries of `rows` that see any of keys `cols` by position. With grouped heads it
@@ -160,15 +160,15 @@ class Block:
     def ranges(self, rows: range) -> torch.Tensor:
         """The key_ranges of queries `rows`, as pairs: (B, G, R, M, pairs, 2); of packed sequences
         (1, 1, 1, M, pairs, 2)."""
-        own = self.x.key_ranges
-        assert own is not None
-        if own.ndim == 2:
+        ranges = self.x.key_ranges
+        assert ranges is not None
+        if ranges.ndim == 2:
             assert self.seq is not None
             begin = self.seq.q_token
-            own = own[begin + rows.start : begin + rows.stop][None, None, None]
+            ranges = ranges[begin + rows.start : begin + rows.stop][None, None, None]
         else:
-            own = self.split(own[:, :, rows.start : rows.stop])
-        return own.unflatten(-1, (-1, 2))
+            ranges = self.split(ranges[:, :, rows.start : rows.stop])
+        return ranges.unflatten(-1, (-1, 2))
 
     def sees(self, rows: range, cols: range) -> bool:
         """Whether key_ranges show any of keys `cols` to any of queries `rows`."""
@@ -181,29 +181,29 @@ class Block:
     def split(self, per_head) -> torch.Tensor:
         """A per-head tensor (batch, H, ...) cut down to (B, G, R, ...)."""
         b, h = self.batches, self.query_heads
-        own = per_head[b.start : b.stop, h.start : h.stop]
-        return own.unflatten(1, (len(self.kv_heads), self.problem.group))
+        part = per_head[b.start : b.stop, h.start : h.stop]
+        return part.unflatten(1, (len(self.kv_heads), self.problem.group))
 
     def queries(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor laid out as q, as a view (B, len_q, G, R, dim) of the block."""
         h = self.query_heads
         if tensor.ndim == 3:
             assert self.seq is not None
-            own = tensor[None, self.seq.q_token : self.seq.q_token + self.len_q]
+            part = tensor[None, self.seq.q_token : self.seq.q_token + self.len_q]
         else:
-            own = tensor[self.batches.start : self.batches.stop, : self.len_q]
-        own = own[:, :, h.start : h.stop]
-        return own.unflatten(2, (len(self.kv_heads), self.problem.group))
+            part = tensor[self.batches.start : self.batches.stop, : self.len_q]
+        part = part[:, :, h.start : h.stop]
+        return part.unflatten(2, (len(self.kv_heads), self.problem.group))
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor laid out as lse, as a view (B, G, R, len_q) of the block."""
         h = self.query_heads
         if tensor.ndim == 2:
             assert self.seq is not None
-            own = tensor[None, h.start : h.stop, self.seq.q_token : self.seq.q_token + self.len_q]
+            part = tensor[None, h.start : h.stop, self.seq.q_token : self.seq.q_token + self.len_q]
         else:
-            own = tensor[self.batches.start : self.batches.stop, h.start : h.stop, : self.len_q]
-        return own.unflatten(1, (len(self.kv_heads), self.problem.group))
+            part = tensor[self.batches.start : self.batches.stop, h.start : h.stop, : self.len_q]
+        return part.unflatten(1, (len(self.kv_heads), self.problem.group))
 
     def load_queries(
         self,
@@ -233,12 +233,12 @@ class Block:
         gathered."""
         g = self.kv_heads
         if self.seq is None:
-            own = storage[self.batches.start : self.batches.stop, cols.start : cols.stop]
+            part = storage[self.batches.start : self.batches.stop, cols.start : cols.stop]
         elif len(self.seq.k_spans) == 1:
-            own = _token_run(storage, self.seq.k_spans[0][0] + cols.start, len(cols))[None]
+            part = _token_run(storage, self.seq.k_spans[0][0] + cols.start, len(cols))[None]
         else:
-            own = storage[self._index(storage, cols)][None]
-        return own[:, :, g.start : g.stop]
+            part = storage[self._index(storage, cols)][None]
+        return part[:, :, g.start : g.stop]
 
     def add_keys(self, storage: torch.Tensor, cols: range, tile: torch.Tensor) -> None:
         """Adds a tile (B G, N, dim) to keys `cols` of a gradient laid out as k; sets them if no
@@ -346,14 +346,14 @@ def key_tiles(block: Block, rows: range) -> Iterator[tuple[range, bool]]:
     """Keys that queries `rows` touch, in tiles of KEYS, each with whether any of its scores may be
     masked by position; a tile ends where that changes. Tiles that no key_ranges show are left out.
     """
-    found = block.problem.mask.key_range(rows.start, len(rows), UNIT, block.len_q, block.len_k)
-    bounds = (found.begin, found.full_begin, found.full_end, found.end)
+    key_range = block.problem.mask.key_range(rows.start, len(rows), UNIT, block.len_q, block.len_k)
+    bounds = (key_range.begin, key_range.full_begin, key_range.full_end, key_range.end)
     begin, full_begin, full_end, end = (min(unit * UNIT, block.len_k) for unit in bounds)
     if not block.problem.mask.bounded:
         # The last keys, fewer than a UNIT, are all visible.
         full_end = end
     parts = (
-        (0, min(found.first_end * UNIT, block.len_k), True),
+        (0, min(key_range.first_end * UNIT, block.len_k), True),
         (begin, full_begin, True),
         (full_begin, full_end, False),
         (full_end, end, True),

@@ -60,11 +60,11 @@ def keep_tile(
     origin: (batch, head, row, column) added to the indices, each modulo 2^32.
     """
     which = seed, dropout_p, batches, heads, rows, cols, origin
-    found = MASKS.find(which)
-    if found is None:
-        found = _drawn(*which)
-        MASKS.keep(which, found)
-    return found
+    mask = MASKS.find(which)
+    if mask is None:
+        mask = _drawn(*which)
+        MASKS.keep(which, mask)
+    return mask
 
 
 class Masks:

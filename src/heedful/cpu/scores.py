@@ -151,14 +151,14 @@ class Tiles:
         else:
             acc.add_(product, alpha=alpha)
 
-    def _load(self, block: Block, cols: range, name: str, *how, **more) -> torch.Tensor:
+    def _load(self, block: Block, cols: range, name: str, *where, **more) -> torch.Tensor:
         """Keys `cols` of a storage, from what is held of it if the block's keys are."""
         if not (block is self._holder and self._seen):
-            return self._read(block, cols, name, *how, **more)
+            return self._read(block, cols, name, *where, **more)
         part = self._parts.get((name, cols))
         if part is None:
             if name not in self._held:
-                self._held[name] = self._read(block, self._seen, name, *how, **more)
+                self._held[name] = self._read(block, self._seen, name, *where, **more)
             begin = self._seen.start
             part = self._held[name][:, cols.start - begin : cols.stop - begin]
             self._parts[name, cols] = part
@@ -183,8 +183,8 @@ class Tiles:
             if factor is None:
                 continue
             if self.problem.kv_group:
-                own = block.keys(factor, cols).transpose(1, 2)
-                apply(own.repeat_interleave(self.problem.kv_group, -1))
+                part = block.keys(factor, cols).transpose(1, 2)
+                apply(part.repeat_interleave(self.problem.kv_group, -1))
             else:
                 b, g = block.batches, block.kv_heads
                 apply(factor[b.start : b.stop, g.start : g.stop, None, None])

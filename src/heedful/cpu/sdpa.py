@@ -100,17 +100,17 @@ def _single_queries(problem: AttentionProblem, x: Operands, out: torch.Tensor | 
 
     def attend(_, item: tuple[int, int]) -> None:
         b, length = item
-        own = slice(b, b + 1)
+        entry = slice(b, b + 1)
         if not length:
-            result[own] = 0.0
+            result[entry] = 0.0
             if lse is not None:
-                lse[own] = -torch.inf
+                lse[entry] = -torch.inf
             return
-        q_own, k_own, v_own = q[own], k[own, :, :length], v[own, :, :length]
+        q_own, k_own, v_own = q[entry], k[entry, :, :length], v[entry, :, :length]
         mine, lse_own = _flash(q_own, k_own, v_own, scale=problem.scale)
-        result[own] = mine
+        result[entry] = mine
         if lse is not None:
-            lse[own] = lse_own
+            lse[entry] = lse_own
         if length < VECTORS and _may_hide_nan(mine, q_own, k_own):
             hidden.append(b)
 

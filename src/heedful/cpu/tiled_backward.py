@@ -55,8 +55,10 @@ def backward(
     dq, dk, dv = (begin(a, memory_format=torch.contiguous_format) for a in (x.q, x.k, x.v))
     dbias = None
     if problem.bias_grad:
-        own = own_shape(tuple(x.bias.shape), x.bias.stride())
-        dbias = torch.zeros(own, dtype=torch.promote_types(x.q.dtype, torch.float32), device="cpu")
+        bias_shape = own_shape(tuple(x.bias.shape), x.bias.stride())
+        dbias = torch.zeros(
+            bias_shape, dtype=torch.promote_types(x.q.dtype, torch.float32), device="cpu"
+        )
     near = all_near(lse, far_lse(x.q.element_size()))
     sink_parts: dict[int, tuple[range, torch.Tensor]] = {}
 
@@ -174,8 +176,11 @@ class _BlockBackward:
             full = True
             if mask.bounded:
                 rows = self.rows[index]
-                found = mask.key_range(rows.start, len(rows), UNIT, block.len_q, block.len_k)
-                full = found.full_begin * UNIT <= cols.start and cols.stop <= found.full_end * UNIT
+                key_range = mask.key_range(rows.start, len(rows), UNIT, block.len_q, block.len_k)
+                full = (
+                    key_range.full_begin * UNIT <= cols.start
+                    and cols.stop <= key_range.full_end * UNIT
+                )
             yield index, not full
 
     def _load_do(self, index: int) -> torch.Tensor:
@@ -256,11 +261,11 @@ class _BlockBackward:
         difference is only rounding."""
         rows = self.rows[index]
         single = [i for i in self.single[index] if rows.start + i in part]
-        own = [i - (part.start - rows.start) for i in single]
-        settled = ds[..., own, :] * 0.0  # a NaN stays one
+        places = [i - (part.start - rows.start) for i in single]
+        settled = ds[..., places, :] * 0.0  # a NaN stays one
         if self.dlse:
-            settled += p[..., own, :] * self.dlse[index][..., single, :]
-        ds[..., own, :] = settled
+            settled += p[..., places, :] * self.dlse[index][..., single, :]
+        ds[..., places, :] = settled
 
     def _add_bias(self, rows: range, cols: range, ds: torch.Tensor) -> None:
         """Adds ds (B, G, R, M, N) to the bias's gradient, summed over the dims that it repeats."""

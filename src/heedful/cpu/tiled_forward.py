@@ -165,8 +165,8 @@ def _merged(
     for other, *_ in parts[1:]:
         torch.maximum(top, other, out=top)
     weight = tiles.scratch.take("largest", *m.shape)
-    for index, (own, l_part, acc_part) in enumerate(parts):
-        torch.sub(own, top, out=weight)
+    for index, (m_part, l_part, acc_part) in enumerate(parts):
+        torch.sub(m_part, top, out=weight)
         exp_(weight)
         l_part.mul_(weight)
         acc_part.mul_(weight)
@@ -325,7 +325,7 @@ def statistics(problem: AttentionProblem, x: Operands) -> tuple[torch.Tensor, to
     """Maximum and sum of every row, float32, with the shape of lse. (An lse far from 0 is not exact
     enough to give both.) Rows without keys, and tokens of no sequence, have -inf and 0."""
     made = torch.full(problem.lse_shape, -torch.inf, dtype=torch.float32, device="cpu")
-    found = made, torch.zeros_like(made)
+    vectors = made, torch.zeros_like(made)
 
     def work(tiles: Tiles, item: tuple[Block, range]) -> None:
         block, rows = item
@@ -333,14 +333,14 @@ def statistics(problem: AttentionProblem, x: Operands) -> tuple[torch.Tensor, to
         q = tiles.load_q(block, rows)
         m, l_sum = _by_running_maximum(tiles, block, rows, keys, q, acc=None, sink=sink)
         m.masked_fill_(l_sum == 0, -torch.inf)
-        for vector, own in zip(found, (m, l_sum), strict=True):
+        for vector, values in zip(vectors, (m, l_sum), strict=True):
             target = block.rows(vector)[..., rows.start : rows.stop]
-            target.copy_(own.view(target.shape))
+            target.copy_(values.view(target.shape))
 
     tiles_of = blocks(problem, x, apart=True)
     groups = [[(block, rows) for rows in query_tiles(block)] for block in tiles_of]
     for_each(groups, work, lambda: Tiles(problem, x), worth_threads(problem))
-    return found
+    return vectors
 
 
 def all_near(lse: torch.Tensor, far: float) -> bool:

@@ -132,9 +132,9 @@ class _Item:
 
     def _matrices(self, tensor: torch.Tensor, heads: slice) -> torch.Tensor:
         """Heads as real values, (B G, tokens of all of a kv head's, dim)."""
-        own = self._by_head(tensor, heads).float().flatten(0, 1)
-        group = own.shape[0] // ((self.batches.stop - self.batches.start) * len(self.kv_heads))
-        return own if group == 1 else own.reshape(-1, group * own.shape[1], own.shape[2])
+        part = self._by_head(tensor, heads).float().flatten(0, 1)
+        group = part.shape[0] // ((self.batches.stop - self.batches.start) * len(self.kv_heads))
+        return part if group == 1 else part.reshape(-1, group * part.shape[1], part.shape[2])
 
     def queries(self, tensor: torch.Tensor) -> torch.Tensor:
         """(B G, R M, dim) of a tensor laid out as q."""
@@ -146,13 +146,13 @@ class _Item:
 
     def store_queries(self, whole: torch.Tensor, made: torch.Tensor) -> None:
         """The reverse of `queries`."""
-        own = self._by_head(whole, self.query_heads)
-        own.copy_(made.view(own.shape))
+        part = self._by_head(whole, self.query_heads)
+        part.copy_(made.view(part.shape))
 
     def store_keys(self, whole: torch.Tensor, made: torch.Tensor) -> None:
         """The reverse of `keys`."""
-        own = self._by_head(whole, slice(self.kv_heads.start, self.kv_heads.stop))
-        own.copy_(made.view(own.shape))
+        part = self._by_head(whole, slice(self.kv_heads.start, self.kv_heads.stop))
+        part.copy_(made.view(part.shape))
 
     def kept(self, seed: int) -> torch.Tensor:
         """Which scores dropout keeps, bool (B G, R M, N)."""

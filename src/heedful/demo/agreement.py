@@ -32,10 +32,10 @@ class Distance:
 
 @dataclass(frozen=True)
 class Part:
-    """The first `steps` steps. found: of the two curves; bound: what that may be."""
+    """The first `steps` steps. apart: of the two curves; bound: what that may be."""
 
     steps: int
-    found: Distance
+    apart: Distance
     bound: Distance
 
     @property
@@ -44,7 +44,7 @@ class Part:
         broke, excuses nothing."""
         if not math.isfinite(self.bound.rms):
             return math.inf
-        return max(self.found.largest / self.bound.largest, self.found.rms / self.bound.rms)
+        return max(self.apart.largest / self.bound.largest, self.apart.rms / self.bound.rms)
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ def differences(one: list[float], other: list[float]) -> list[float]:
 
 def compare(ours: list[float], theirs: list[float], control: list[float]) -> Agreement:
     """The curves of two runs and of the control that belongs to the second."""
-    found, noise = differences(ours, theirs), differences(control, theirs)
+    apart, noise = differences(ours, theirs), differences(control, theirs)
     count = len(theirs)
     ends = sorted({max(1, count * tenth // TENTHS) for tenth in range(1, TENTHS + 1)})
-    return Agreement([_part(found[:end], noise[:end], theirs[:end]) for end in ends])
+    return Agreement([_part(apart[:end], noise[:end], theirs[:end]) for end in ends])
 
 
-def _part(found: list[float], noise: list[float], losses: list[float]) -> Part:
+def _part(apart: list[float], noise: list[float], losses: list[float]) -> Part:
     rounding = LOSS_EPS * max(abs(loss) for loss in losses)
     strayed = Distance.over(noise)
     bound = Distance(FACTOR * strayed.largest + rounding, FACTOR * strayed.rms + rounding)
-    return Part(len(found), Distance.over(found), bound)
+    return Part(len(apart), Distance.over(apart), bound)

@@ -67,11 +67,13 @@ def _sdpa(q, k, v):
 class CachedAttention:
     """Attention of new characters over a KV cache: they are rotated and appended in place."""
 
-    def __init__(self, size: ModelSize, room: int, like: torch.Tensor, backend: str | None):
-        """room: characters that the cache can hold. like: dtype and device of the cache."""
-        self.cache = like.new_zeros(size.layers, 2, 1, room, size.heads, size.head_dim)
-        self.cos, self.sin = (x.to(like.dtype) for x in rotary(room, size.head_dim, like.device))
-        self.seqlens = torch.zeros(1, dtype=torch.int32, device=like.device)
+    def __init__(self, size: ModelSize, room: int, example: torch.Tensor, backend: str | None):
+        """room: characters that the cache can hold. example: dtype and device of the cache."""
+        self.cache = example.new_zeros(size.layers, 2, 1, room, size.heads, size.head_dim)
+        self.cos, self.sin = (
+            x.to(example.dtype) for x in rotary(room, size.head_dim, example.device)
+        )
+        self.seqlens = torch.zeros(1, dtype=torch.int32, device=example.device)
         self.backend = backend
 
     def __call__(self, layer, q, k, v):

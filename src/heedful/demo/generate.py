@@ -18,14 +18,14 @@ def generate(
 ) -> list[int]:
     """The prompt (S,) and `count` sampled characters after it."""
     device = model.characters.weight.device
-    like = torch.empty((), dtype=dtype, device=device)
-    attend = CachedAttention(model.size, len(prompt) + count, like, backend)
-    tokens, given = prompt.tolist(), prompt.to(device)[None]
+    example = torch.empty((), dtype=dtype, device=device)
+    attend = CachedAttention(model.size, len(prompt) + count, example, backend)
+    tokens, new = prompt.tolist(), prompt.to(device)[None]
     for _ in range(count):
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            logits = model(given, attend)
-        attend.advance(given.shape[1])
+            logits = model(new, attend)
+        attend.advance(new.shape[1])
         odds = torch.softmax(logits[0, -1].float().cpu() / temperature, -1)
         tokens.append(int(torch.multinomial(odds, 1, generator=generator)))
-        given = torch.tensor([[tokens[-1]]], device=device)
+        new = torch.tensor([[tokens[-1]]], device=device)
     return tokens

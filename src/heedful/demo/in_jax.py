@@ -43,7 +43,7 @@ def new_weights(size: Size, vocabulary: int, key: Array) -> Weights:
     width = size.width
     shapes = {"characters.weight": (vocabulary, width), "norm.weight": (width,)}
     for layer in range(size.layers):
-        own = {
+        key_of = {
             "norm_attention": (width,),
             "norm_mlp": (width,),
             "qkv": (3 * width, width),
@@ -51,13 +51,15 @@ def new_weights(size: Size, vocabulary: int, key: Array) -> Weights:
             "widen": (4 * width, width),
             "narrow": (width, 4 * width),
         }
-        shapes |= {f"blocks.{layer}.{name}.weight": shape for name, shape in own.items()}
+        shapes |= {f"blocks.{layer}.{name}.weight": shape for name, shape in key_of.items()}
     weights = {}
-    for (name, shape), own in zip(shapes.items(), jax.random.split(key, len(shapes)), strict=True):
+    for (name, shape), key_of in zip(
+        shapes.items(), jax.random.split(key, len(shapes)), strict=True
+    ):
         adds = name.endswith(("project.weight", "narrow.weight"))
         scale = width**-0.5 * ((2 * size.layers) ** -0.5 if adds else 1.0)
         weights[name] = (
-            jnp.ones(shape) if len(shape) == 1 else scale * jax.random.normal(own, shape)
+            jnp.ones(shape) if len(shape) == 1 else scale * jax.random.normal(key_of, shape)
         )
     return weights
 
@@ -133,8 +135,8 @@ def main(steps: int = 200, batch: int = 8, size: Size = Size()) -> float:
     begin = time.perf_counter()
     for step in range(1, steps + 1):
         rate = 2e-3 * min(1.0, step / (0.1 * steps)) * (1 + math.cos(math.pi * step / steps)) / 2
-        given = windows(tokens[:cut], batch, size.context, rng)
-        loss, weights, moments = train_step(size, weights, moments, given, float(step), rate)
+        batches = windows(tokens[:cut], batch, size.context, rng)
+        loss, weights, moments = train_step(size, weights, moments, batches, float(step), rate)
         if step == 1 or step % 50 == 0:
             seconds = time.perf_counter() - begin
             _say(f"step {step:4}  loss {float(loss):.3f} nats a character  {seconds:.0f} s")

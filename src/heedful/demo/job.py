@@ -58,7 +58,7 @@ def run(
     runs = training.start(recipe, len(text.vocabulary), attentions, controls, device)
     for step in training.train(recipe, text, runs, device):
         on_step(step, runs)
-    losses = {name: own.losses for name, own in runs.items()}
+    losses = {name: each.losses for name, each in runs.items()}
     return Report(
         runs,
         compare(losses[OURS], losses[THEIRS], losses[CONTROL]),
@@ -68,10 +68,10 @@ def run(
     )
 
 
-def _sample(recipe: Recipe, text: Text, own: Run) -> str:
-    if not math.isfinite(own.losses[-1]):
+def _sample(recipe: Recipe, text: Text, trained: Run) -> str:
+    if not math.isfinite(trained.losses[-1]):
         return ""
     prompt = text.encode(PROMPT)
     generator = torch.Generator().manual_seed(recipe.seed)
-    tokens = generate(own.model, prompt, SAMPLED, generator, recipe.dtype, recipe.backend)
+    tokens = generate(trained.model, prompt, SAMPLED, generator, recipe.dtype, recipe.backend)
     return text.decode(tokens)

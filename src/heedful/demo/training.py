@@ -74,10 +74,10 @@ def start(
     model = GPT(recipe.size, vocabulary).to(device)
     runs = {}
     for name, attend in {**attentions, **controls}.items():
-        own = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
         if name in controls:
-            _off_by_a_rounding(own, recipe.dtype)
-        runs[name] = Run(name, own, attend, _optimizer(own), name in controls)
+            _off_by_a_rounding(copied, recipe.dtype)
+        runs[name] = Run(name, copied, attend, _optimizer(copied), name in controls)
     return runs
 
 
@@ -135,8 +135,8 @@ def held_out_loss(recipe: Recipe, text: Text, run: Run, device: torch.device) ->
     for _ in range(8):
         tokens, targets = batch(text.held_out, recipe.batch, recipe.size.context, generator)
         with torch.autocast(device.type, recipe.dtype, enabled=recipe.dtype != torch.float32):
-            found = run.model.losses(tokens.to(device), targets.to(device), run.attend)
-        losses.append(_mean(found))
+            of_batch = run.model.losses(tokens.to(device), targets.to(device), run.attend)
+        losses.append(_mean(of_batch))
     return sum(losses) / len(losses)
 
 

@@ -43,14 +43,14 @@ def of_file(path: Path, lds_bytes: int = 0, tiles: int = 1) -> Inspection | Nvid
 
 
 def render(
-    found: Sequence[Inspection | NvidiaInspection],
+    inspections: Sequence[Inspection | NvidiaInspection],
     segments: bool = False,
     width: int | None = None,
 ) -> str:
     """Tables of AMD and of NVIDIA kernels, whichever there are; one below another where columns do
     not fit into a width."""
-    amd = [i for i in found if isinstance(i, Inspection)]
-    nvidia = [i for i in found if isinstance(i, NvidiaInspection)]
+    amd = [i for i in inspections if isinstance(i, Inspection)]
+    nvidia = [i for i in inspections if isinstance(i, NvidiaInspection)]
     parts = [table(amd, width)] if amd else []
     parts += [segments_table(amd, width)] if amd and segments else []
     parts += [align(nvidia_rows(nvidia), width)] if nvidia else []
@@ -80,15 +80,19 @@ def _nth(values: Sequence[int], index: int, default: int) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0 if all went well, 2 if a file cannot be read."""
     options = _parser().parse_args(argv)
-    found: list[Inspection | NvidiaInspection] = []
+    inspections: list[Inspection | NvidiaInspection] = []
     try:
         for i, name in enumerate(options.files):
-            found.append(of_file(Path(name), _nth(options.lds, i, 0), _nth(options.tiles, i, 1)))
+            inspections.append(
+                of_file(Path(name), _nth(options.lds, i, 0), _nth(options.tiles, i, 1))
+            )
     except (AsmError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    amd = [i for i in found if isinstance(i, Inspection)]
+    amd = [i for i in inspections if isinstance(i, Inspection)]
     if options.svg and amd:
         Path(options.svg).write_text(timeline_svg(amd[0]))
-    sys.stdout.write((to_json(found) if options.json else render(found, options.segments)) + "\n")
+    sys.stdout.write(
+        (to_json(inspections) if options.json else render(inspections, options.segments)) + "\n"
+    )
     return 0

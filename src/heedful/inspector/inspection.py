@@ -32,13 +32,13 @@ class Inspection:
 
 def loops(program: Program) -> list[tuple[int, int]]:
     """Ranges [start, stop) that a backward branch closes."""
-    found = []
+    made = []
     for instruction in program.code:
         if instruction.mnemonic.startswith(("s_branch", "s_cbranch")):
             target = program.target(instruction)
             if target <= instruction.pc:
-                found.append((target, instruction.pc + 1))
-    return found
+                made.append((target, instruction.pc + 1))
+    return made
 
 
 def hot_loop(program: Program) -> tuple[Instruction, ...]:

@@ -108,17 +108,17 @@ def _run(name: str, *arguments: str) -> str:
 def parse_sass(text: str) -> tuple[list[Instruction], dict[str, int], list[tuple[int, str]]]:
     """Instructions, positions of labels, branches as (position, label)."""
     code: list[Instruction] = []
-    labels, branches, found = {}, [], ""
+    labels, branches, pending = {}, [], ""
     for line in text.splitlines():
         if match := _LABEL.match(line):
             labels[match[1]] = len(code)
         elif match := _LINE.match(line):
             if branch := _BRANCH.search(line):
                 branches.append((len(code), branch[1]))
-            found = "".join(part or "" for part in match.groups()).strip()
-        elif found and (match := _UPPER_HALF.match(line)):
-            code.append(Instruction(found, max(int(match[1], 16) >> 41 & 15, 1)))
-            found = ""
+            pending = "".join(part or "" for part in match.groups()).strip()
+        elif pending and (match := _UPPER_HALF.match(line)):
+            code.append(Instruction(pending, max(int(match[1], 16) >> 41 & 15, 1)))
+            pending = ""
     return code, labels, branches
 
 
@@ -170,10 +170,10 @@ def hot_loop(
     """The innermost loop with the most products; without any, the longest loop."""
     products = [_WGMMA.match(_parts(each.text)[1]) is not None for each in code]
     closed: dict[int, list[int]] = {}
-    for at, to in branches:
-        start = labels.get(to, at + 1)
-        if start <= at:
-            closed.setdefault(start, []).append(at + 1)
+    for source, to in branches:
+        start = labels.get(to, source + 1)
+        if start <= source:
+            closed.setdefault(start, []).append(source + 1)
     if not any(any(products[a:b]) for a, ends in closed.items() for b in ends):
         return max((code[a:b] for a, ends in closed.items() for b in ends), key=len, default=None)
     # Several branches may go back to one place. The first that closes all of its products is taken:
@@ -217,16 +217,16 @@ def inspect_cubin(cubin: bytes, *, shared_bytes: int = 0, label: str = "") -> Nv
     Args:
         shared_bytes: dynamic shared memory of the launch, which the cubin does not say.
     """
-    found = disassemble(cubin)
-    code, labels, branches = parse_sass(found.text)
+    listing = disassemble(cubin)
+    code, labels, branches = parse_sass(listing.text)
     loop = hot_loop(code, labels, branches)
     return NvidiaInspection(
-        name=found.name,
-        label=label or found.name,
-        registers=found.usage.get("REG", 0),
-        stack_bytes=found.usage.get("STACK", 0),
-        local_bytes=found.usage.get("LOCAL", 0),
-        shared_bytes=shared_bytes or found.usage.get("SHARED", 0),
+        name=listing.name,
+        label=label or listing.name,
+        registers=listing.usage.get("REG", 0),
+        stack_bytes=listing.usage.get("STACK", 0),
+        local_bytes=listing.usage.get("LOCAL", 0),
+        shared_bytes=shared_bytes or listing.usage.get("SHARED", 0),
         whole=measure(code),
         loop=measure(loop) if loop is not None else None,
     )

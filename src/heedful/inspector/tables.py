@@ -60,9 +60,9 @@ def align(rows: Sequence[Sequence[str]], width: int | None = None) -> str:
     with the first column, where they do not fit into a width."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     blocks: list[list[int]] = [[]]
-    for i, own in enumerate(widths[1:], 1):
+    for i, widest in enumerate(widths[1:], 1):
         taken = widths[0] + sum(2 + widths[other] for other in blocks[-1])
-        if width is not None and blocks[-1] and taken + 2 + own > width:
+        if width is not None and blocks[-1] and taken + 2 + widest > width:
             blocks.append([])
         blocks[-1].append(i)
     return "\n\n".join(_block(rows, widths, columns) for columns in blocks)

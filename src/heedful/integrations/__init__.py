@@ -50,29 +50,31 @@ def installed() -> tuple[Framework, ...]:
 def check(name: str) -> None:
     """Warns, once for each framework, if the tests did not run with the installed version. Raises
     ImportError that names the extra if none is installed."""
-    found = _framework(name)
-    if found.version is None:
+    framework = _framework(name)
+    if framework.version is None:
         raise ImportError(
             f"heedful.integrations.{name} needs {name}, which is not installed: "
             f"pip install 'heedful[{name}]'"
         )
-    if not found.is_tested and name not in _warned:
+    if not framework.is_tested and name not in _warned:
         _warned.add(name)
         warnings.warn(
-            f"heedful was tested with {name} {found.first} to {found.last}, and this is "
-            f"{found.version}",
+            f"heedful was tested with {name} {framework.first} to {framework.last}, and this is "
+            f"{framework.version}",
             stacklevel=3,
         )
 
 
 def _framework(name: str) -> Framework:
     try:
-        found = version(name)
+        installed_version = version(name)
     except PackageNotFoundError:
-        found = None
+        installed_version = None
     ours = sys.modules.get(f"{__name__}.{name}")
     is_registered = getattr(ours, CALLS[name][1], None)
-    return Framework(name, found, *TESTED[name], bool(is_registered and is_registered()))
+    return Framework(
+        name, installed_version, *TESTED[name], bool(is_registered and is_registered())
+    )
 
 
 def _minor(text: str) -> tuple[int, ...]:

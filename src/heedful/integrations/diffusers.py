@@ -124,7 +124,7 @@ def attention(
         of_keys = attn_mask.ndim == 2 and attn_mask.shape == (query.shape[0], key.shape[1])
         if of_keys:
             attn_mask = attn_mask[:, None, None, :]
-    found = flash_attn_func(
+    result = flash_attn_func(
         query, key, value, dropout_p, scale, is_causal, bias=attn_mask, return_lse=return_lse
     )
-    return (found[0], found[1].transpose(1, 2)) if return_lse else found
+    return (result[0], result[1].transpose(1, 2)) if return_lse else result

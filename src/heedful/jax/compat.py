@@ -67,8 +67,8 @@ def flash_attn_func(
             raise ValueError("cu_seqlens_q must be None with return_attn_probs, got an array")
         out, lse = _padded(q, k, v, cu_seqlens_q, cu_seqlens_kv, keywords)
         return (out, lse) if return_lse else (out,)
-    found = api.flash_attn_func(q, k, v, return_attn_probs=return_attn_probs, **keywords)
-    out, lse, *probs = found
+    results = api.flash_attn_func(q, k, v, return_attn_probs=return_attn_probs, **keywords)
+    out, lse, *probs = results
     return (out, *([lse] if return_lse else []), *probs)
 
 

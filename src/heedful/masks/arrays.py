@@ -19,9 +19,9 @@ def is_torch(xp: Any) -> bool:
     return xp.__name__ == "torch"
 
 
-def positions(xp: Any, count: int, like: Any) -> Any:
-    """int32 0, 1, ..., count - 1, on the device of `like`."""
-    where = {"device": like.device} if is_torch(xp) else {}
+def positions(xp: Any, count: int, beside: Any) -> Any:
+    """int32 0, 1, ..., count - 1, on the device of `beside`."""
+    where = {"device": beside.device} if is_torch(xp) else {}
     return xp.arange(count, dtype=xp.int32, **where)
 
 

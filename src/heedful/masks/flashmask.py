@@ -36,10 +36,10 @@ def from_flashmask(startend_row_indices: Any, causal: bool = True) -> Any:
         )
     if not seqlen:
         return int32(xp, startend_row_indices[..., :1] + startend_row_indices[..., :1] * 0)
-    given, parts, most = int32(xp, startend_row_indices), [], 0
+    indices, parts, most = int32(xp, startend_row_indices), [], 0
     for first in range(0, seqlen, _ROWS):
-        rows = positions(xp, seqlen, given)[first : first + _ROWS, None]
-        ranges, runs = _ranges(xp, _seen(xp, given, rows, bool(causal)))
+        rows = positions(xp, seqlen, indices)[first : first + _ROWS, None]
+        ranges, runs = _ranges(xp, _seen(xp, indices, rows, bool(causal)))
         most = max(most, int(runs.max()))
         if most > 2:
             raise ValueError(
@@ -51,9 +51,9 @@ def from_flashmask(startend_row_indices: Any, causal: bool = True) -> Any:
     return xp.concatenate(parts, -2)[..., : 2 * max(1, most)]
 
 
-def _seen(xp: Any, given: Any, rows: Any, causal: bool) -> Any:
+def _seen(xp: Any, indices: Any, rows: Any, causal: bool) -> Any:
     """Which keys rows (R, 1) see: bool (batch, heads, R, seqlen)."""
-    bounds = [given[..., None, :, i] for i in range(given.shape[-1])]
+    bounds = [indices[..., None, :, i] for i in range(indices.shape[-1])]
     if len(bounds) == 1:
         hidden = rows >= bounds[0]
     elif causal:
@@ -64,7 +64,7 @@ def _seen(xp: Any, given: Any, rows: Any, causal: bool) -> Any:
         hidden = (rows >= bounds[0]) & (rows < bounds[1])
         hidden = hidden | ((rows >= bounds[2]) & (rows < bounds[3]))
     if causal:
-        hidden = hidden | (positions(xp, given.shape[-2], given) > rows)
+        hidden = hidden | (positions(xp, indices.shape[-2], indices) > rows)
     return ~hidden
 
 

@@ -29,14 +29,14 @@ def documents(ids: Any = None, *, position_ids: Any = None) -> Any:
     """
     if (ids is None) == (position_ids is None):
         raise TypeError("ids must be given, or position_ids, and not both")
-    name, given = ("ids", ids) if position_ids is None else ("position_ids", position_ids)
-    xp = namespace(name, given)
-    _, seqlen = shape_of(name, given, "(batch, seqlen)")
+    name, array = ("ids", ids) if position_ids is None else ("position_ids", position_ids)
+    xp = namespace(name, array)
+    _, seqlen = shape_of(name, array, "(batch, seqlen)")
     step = 0 if position_ids is None else 1
-    continues = given[:, 1:] == given[:, :-1] + step
-    place = positions(xp, seqlen, given)
+    continues = array[:, 1:] == array[:, :-1] + step
+    place = positions(xp, seqlen, array)
     begins = running_max(xp, xp.where(continues, 0, place[1:]))
-    first = xp.zeros_like(begins[:, :1]) if seqlen > 1 else int32(xp, given * 0)
+    first = xp.zeros_like(begins[:, :1]) if seqlen > 1 else int32(xp, array * 0)
     begin = xp.concatenate([first, begins], -1)
     # Seen from the end, a document begins where it ends.
     turned = xp.flip(xp.where(continues, 0, seqlen - place[1:]), (-1,))
@@ -58,8 +58,8 @@ def prefix(lengths: Any, seqlen: int) -> Any:
     xp = namespace("lengths", lengths)
     shape_of("lengths", lengths, "(batch)")
     check_count("seqlen", seqlen, 0)
-    own = positions(xp, seqlen, lengths) + 1
-    end = xp.maximum(own[None], int32(xp, lengths)[:, None])
+    rows = positions(xp, seqlen, lengths) + 1
+    end = xp.maximum(rows[None], int32(xp, lengths)[:, None])
     return xp.stack([xp.zeros_like(end), end], -1)[:, None]
 
 

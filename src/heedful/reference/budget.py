@@ -94,10 +94,10 @@ def over_budget(name: str, got, want, twin_error: Error, dtype: str) -> str:
     error, once = Error.between(got, want), rounding(want, dtype)
     budget = allowed(name, twin_error, once)
     for what in ("largest", "rms"):
-        found, most = getattr(error, what), getattr(budget, what)
-        if not found <= most:
+        size, most = getattr(error, what), getattr(budget, what)
+        if not size <= most:
             return (
-                f"{name}: {what} error {found:.3g} exceeds {most:.3g} = {factor(name):g} x"
+                f"{name}: {what} error {size:.3g} exceeds {most:.3g} = {factor(name):g} x"
                 f" {getattr(twin_error, what):.3g} (eager) + {getattr(once, what):.3g}"
                 f" (one rounding of {dtype})"
             )

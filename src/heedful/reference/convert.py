@@ -21,13 +21,13 @@ def as_numpy(tensor: torch.Tensor | None) -> np.ndarray | None:
     """
     if tensor is None:
         return None
-    own = tensor.detach()
+    bare = tensor.detach()
     for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and own.shape[dim] > 1:
-            own = own.narrow(dim, 0, 1)
-    own = own.cpu()
-    array = own.float().double().numpy() if _narrow(own) else own.numpy()
-    if own.dtype == torch.float32:
+        if stride == 0 and bare.shape[dim] > 1:
+            bare = bare.narrow(dim, 0, 1)
+    bare = bare.cpu()
+    array = bare.float().double().numpy() if _narrow(bare) else bare.numpy()
+    if bare.dtype == torch.float32:
         array = array.astype(np.float64)
     return np.broadcast_to(array, tuple(tensor.shape))
 

@@ -235,8 +235,8 @@ def _sum_group(problem: AttentionProblem, grad_HND: torch.Tensor) -> torch.Tenso
 
 
 def _reduced(ds: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    own = own_shape(tuple(bias.shape), bias.stride())
-    axes = [axis for axis, size in enumerate(own) if size == 1]
+    shape = own_shape(tuple(bias.shape), bias.stride())
+    axes = [axis for axis, size in enumerate(shape) if size == 1]
     return (ds.sum(axes, keepdim=True) if axes else ds).to(bias.dtype)
 
 

@@ -28,13 +28,13 @@ class Sequence:
 
     def spans(self, begin: int, end: int) -> list[tuple[int, int]]:
         """The storage runs of keys [begin, end)."""
-        found, at = [], 0
+        spans, position = [], 0
         for token, count in self.k_spans:
-            lo, hi = max(begin, at), min(end, at + count)
+            lo, hi = max(begin, position), min(end, position + count)
             if lo < hi:
-                found.append((token + lo - at, hi - lo))
-            at += count
-        return found
+                spans.append((token + lo - position, hi - lo))
+            position += count
+        return spans
 
 
 def _ints(array: Any) -> list:

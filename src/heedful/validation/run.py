@@ -61,10 +61,11 @@ def backends_of(device: torch.device) -> list[str]:
     """Every backend of PyTorch with a kernel for this device's architecture, best first; in place
     of those that were named by variant once, their variants."""
     spec, families = device_spec(device), {backend for backend, _ in capability.ALIASES.values()}
-    own = [v for v in capability.VARIANTS if v.serves("torch") and v.level(spec) is not None]
+    variants = [v for v in capability.VARIANTS if v.serves("torch") and v.level(spec) is not None]
     return list(
         dict.fromkeys(
-            by_hand.named(v.backend, v.name) if v.backend in families else v.backend for v in own
+            by_hand.named(v.backend, v.name) if v.backend in families else v.backend
+            for v in variants
         )
     )
 
@@ -72,22 +73,22 @@ def backends_of(device: torch.device) -> list[str]:
 def asked_of(words: str, names: list[str]) -> list[str]:
     """Which of `names` a comma list asks for: a backend stands for its variants, and variants have
     their aliases. Raises ValueError naming what is not among them."""
-    found: list[str] = []
+    chosen_names: list[str] = []
     for word in words.split(","):
-        own = capability.label(*capability.ALIASES.get(word, (word, "")))
-        chosen = [name for name in names if own in (str(name), name.partition("/")[0])]
+        label = capability.label(*capability.ALIASES.get(word, (word, "")))
+        chosen = [name for name in names if label in (str(name), name.partition("/")[0])]
         if not chosen:
             raise ValueError(f"must be among {', '.join(names)}, got {word!r}")
-        found += chosen
-    return list(dict.fromkeys(found))
+        chosen_names += chosen
+    return list(dict.fromkeys(chosen_names))
 
 
 def gated(device: torch.device) -> frozenset[str]:
     """The backends that a record of this device can speak for: those with a kernel that the
     planner takes only when asked and that nobody has measured on such hardware."""
     spec = device_spec(device)
-    own = [v for v in capability.VARIANTS if not v.by_default]
-    return frozenset(v.backend for v in own if v.level(spec) not in (None, "run"))
+    variants = [v for v in capability.VARIANTS if not v.by_default]
+    return frozenset(v.backend for v in variants if v.level(spec) not in (None, "run"))
 
 
 def verdicts(entries: list[Entry], names: list[str], device: torch.device) -> Iterator[Verdict]:
@@ -174,8 +175,8 @@ def _compute(backend: str, built: Built) -> Results:
     out, lse, probs = runner.forward(x, out)
     results = (out, lse, probs)
     if built.dout is not None:
-        given = x, out, lse, built.dout, built.dlse
-        results += tuple(runner.backward_of(*given)(*given))
+        arguments = x, out, lse, built.dout, built.dlse
+        results += tuple(runner.backward_of(*arguments)(*arguments))
     return Results(*(as_numpy(result) for result in results))
 
 

@@ -109,8 +109,8 @@ class Kernels:
         scale: float | None = None,
     ):
         """_scaled_dot_product_flash_attention_backward."""
-        how = dropout_p, is_causal, scale, philox_seed
-        grads = _heads_first_backward(grad_out, query, key, value, out, logsumexp, *how)
+        facts = dropout_p, is_causal, scale, philox_seed
+        grads = _heads_first_backward(grad_out, query, key, value, out, logsumexp, *facts)
         self._report.count("_scaled_dot_product_flash_attention_backward")
         return grads
 
@@ -130,15 +130,15 @@ class Kernels:
     ):
         """_scaled_dot_product_cudnn_attention, which is causal from the top left."""
         if attn_bias is not None:
-            given = query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal
+            received = query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal
             return self._torchs_own(
-                MASKED, HANDED_BACK[0], keys, *given, return_debug_mask, scale=scale
+                MASKED, HANDED_BACK[0], keys, *received, return_debug_mask, scale=scale
             )
         _check_debug(return_debug_mask)
         rows, columns = query.shape[2], key.shape[2]
         state, seed, offset = _states(query.device, dropout_p, of_flash=False)
-        how = dropout_p, is_causal, scale, seed
-        out, lse = _heads_first(query, key, value, *how, True, has_lse=compute_log_sumexp)
+        facts = dropout_p, is_causal, scale, seed
+        out, lse = _heads_first(query, key, value, *facts, True, has_lse=compute_log_sumexp)
         self._report.count(HANDED_BACK[0])
         if lse is not None:
             lse = lse.unsqueeze(-1)
@@ -167,11 +167,11 @@ class Kernels:
     ):
         """_scaled_dot_product_cudnn_attention_backward."""
         if attn_bias is not None:
-            given = grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset
+            received = grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset
             more = attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal
-            return self._torchs_own(MASKED, HANDED_BACK[1], keys, *given, *more, scale=scale)
-        how = dropout_p, is_causal, scale, philox_seed, True
-        grads = _heads_first_backward(grad_out, query, key, value, out, logsumexp, *how)
+            return self._torchs_own(MASKED, HANDED_BACK[1], keys, *received, *more, scale=scale)
+        facts = dropout_p, is_causal, scale, philox_seed, True
+        grads = _heads_first_backward(grad_out, query, key, value, out, logsumexp, *facts)
         self._report.count(HANDED_BACK[1])
         return grads
 
@@ -192,11 +192,11 @@ class Kernels:
         stored with rows before heads, whatever the strides of operands."""
         reason = _not_ours(query, value, attn_bias)
         if reason is not None:
-            given = query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal
-            return self._torchs_own(reason, HANDED_BACK[2], keys, *given, scale=scale)
+            received = query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal
+            return self._torchs_own(reason, HANDED_BACK[2], keys, *received, scale=scale)
         state, seed, offset = _states(query.device, dropout_p, of_flash=False)
-        how = dropout_p, is_causal, scale, seed
-        out, lse = _heads_first(query, key, value, *how, True, True, compute_log_sumexp)
+        facts = dropout_p, is_causal, scale, seed
+        out, lse = _heads_first(query, key, value, *facts, True, True, compute_log_sumexp)
         self._report.count(HANDED_BACK[2])
         batch, heads, rows, _ = query.shape
         if lse is None:
@@ -226,11 +226,11 @@ class Kernels:
         """_scaled_dot_product_efficient_attention_backward."""
         reason = _not_ours(query, value, attn_bias)
         if reason is not None:
-            given = grad_out_, query, key, value, attn_bias, out, logsumexp
+            received = grad_out_, query, key, value, attn_bias, out, logsumexp
             more = philox_seed, philox_offset, dropout_p, grad_input_mask, is_causal
-            return self._torchs_own(reason, HANDED_BACK[3], keys, *given, *more, scale=scale)
-        how = dropout_p, is_causal, scale, philox_seed, True, True
-        grads = _heads_first_backward(grad_out_, query, key, value, out, logsumexp, *how)
+            return self._torchs_own(reason, HANDED_BACK[3], keys, *received, *more, scale=scale)
+        facts = dropout_p, is_causal, scale, philox_seed, True, True
+        grads = _heads_first_backward(grad_out_, query, key, value, out, logsumexp, *facts)
         self._report.count(HANDED_BACK[3])
         return *grads, None
 
@@ -317,11 +317,11 @@ class Kernels:
         window_size_right: int | None = None,
     ):
         """_flash_attention_backward."""
-        how: dict[str, Any] = {}
+        lengths: dict[str, Any] = {}
         if cum_seq_q is not None:
-            how = {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k}
-            how |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
-        found = _bare(
+            lengths = {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k}
+            lengths |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
+        grads = _bare(
             attention_backward,
             grad_out,
             query,
@@ -334,10 +334,10 @@ class Kernels:
             causal=is_causal,
             window_size=_window(window_size_left, window_size_right),
             dropout_seed=_seed(rng_state) if dropout_p else None,
-            **how,
+            **lengths,
         )
         self._report.count("_flash_attention_backward")
-        pairs = zip(found[:3], (query, key, value), strict=True)
+        pairs = zip(grads[:3], (query, key, value), strict=True)
         return tuple([grad if _in_order(x) else _like(x, x.shape).copy_(grad) for grad, x in pairs])
 
     def _torchs_own(self, reason: str, name: str, keys, *args, **kwargs):
@@ -382,23 +382,23 @@ def _heads_first(
     bottom right. rows_first: out lies so in memory, else as query does. has_lse: else lse is
     None."""
     facts = is_causal, scale, top_left, rows_first, has_lse, _is_deterministic()
-    how = ("forward", facts, query.shape, key.shape)
-    found = None if dropout_p else ways.find(how, (query, key, value))
-    if found is None:
-        found = _bare(_new_forward, query, key, value, dropout_p, seed, facts, how)
-    return found[0].transpose(1, 2), found[1]
+    key_of_way = ("forward", facts, query.shape, key.shape)
+    results = None if dropout_p else ways.find(key_of_way, (query, key, value))
+    if results is None:
+        results = _bare(_new_forward, query, key, value, dropout_p, seed, facts, key_of_way)
+    return results[0].transpose(1, 2), results[1]
 
 
-def _new_forward(query, key, value, dropout_p, seed, facts, how) -> tuple:
+def _new_forward(query, key, value, dropout_p, seed, facts, key_of_way) -> tuple:
     """(out, lse) of (batch, rows, heads, dim) of a call that is not known."""
     is_causal, scale, top_left, rows_first, has_lse, deterministic = facts
     q, k, v, causal, window = _aligned(query, key, value, is_causal, top_left)
     out = None if rows_first or _in_order(q) else _like(q, (*q.shape[:3], v.shape[3]))
     options = _options(dropout_p, scale, causal, window, deterministic, has_lse)
-    found = attend(q, k, v, None, options, out, seed, library.attend)
+    results = attend(q, k, v, None, options, out, seed, library.attend)
     if not dropout_p:
-        ways.keep_forward(how, (query, key, value), (q, k, v), options, out)
-    return found if has_lse else (found, None)
+        ways.keep_forward(key_of_way, (query, key, value), (q, k, v), options, out)
+    return results if has_lse else (results, None)
 
 
 def _heads_first_backward(
@@ -418,17 +418,20 @@ def _heads_first_backward(
     """Gradients of query, key and value, of (batch, heads, rows, dim). lse: as the forward's
     operator returns it. rows_first: they lie so in memory; else each as its operand does."""
     facts = is_causal, scale, top_left, rows_first, _is_deterministic()
-    how, given = ("backward", facts, query.shape, key.shape), (query, key, value, out, lse, dout)
-    found = None if dropout_p else ways.find(how, given)
-    if found is None:
-        return _bare(_new_backward, *given, dropout_p, state, facts, how)
-    dq, dk, dv, *_ = found
+    key_of_way, received = (
+        ("backward", facts, query.shape, key.shape),
+        (query, key, value, out, lse, dout),
+    )
+    grads = None if dropout_p else ways.find(key_of_way, received)
+    if grads is None:
+        return _bare(_new_backward, *received, dropout_p, state, facts, key_of_way)
+    dq, dk, dv, *_ = grads
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _new_backward(query, key, value, out, lse, dout, dropout_p, state, facts, how):
+def _new_backward(query, key, value, out, lse, dout, dropout_p, state, facts, key_of_way):
     """As `_heads_first_backward`, of a call that is not known."""
-    given = query, key, value, out, lse, dout
+    received = query, key, value, out, lse, dout
     is_causal, scale, top_left, rows_first, deterministic = facts
     q, k, v, causal, window = _aligned(query, key, value, is_causal, top_left)
     # Some operators have one more dim, some rows beyond the last.
@@ -441,7 +444,7 @@ def _new_backward(query, key, value, out, lse, dout, dropout_p, state, facts, ho
     grads = eager(*call)[:3]
     if not dropout_p and k.shape[1] == key.shape[2]:
         bound, tensors = CALLS.latest.get(known_as(*call)), (q, k, v, out, lse, dout)
-        ways.keep_backward(how, given, bound, tensors, 2 * laid_out)
+        ways.keep_backward(key_of_way, received, bound, tensors, 2 * laid_out)
     pairs = zip(grads, (query, key, value), strict=True)
     return tuple([_of_whole(grad.transpose(1, 2), x, rows_first) for grad, x in pairs])
 
@@ -485,7 +488,7 @@ def _rows_first(
     num_splits=None,
 ):
     """(out, lse) of (tokens, heads, dim), or without cum_seq_q of (batch, rows, heads, dim)."""
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "dropout_p": dropout_p,
         "softmax_scale": scale,
         "causal": causal,
@@ -497,11 +500,11 @@ def _rows_first(
         "out": into,
     }
     if lengths[0] is not None:
-        how |= {"seqused_k": seqused_k, "block_table": block_table}
-        return _bare(flash_attn_varlen_func, query, key, value, *lengths, **how)
+        options |= {"seqused_k": seqused_k, "block_table": block_table}
+        return _bare(flash_attn_varlen_func, query, key, value, *lengths, **options)
     if seqused_k is not None or block_table is not None:
         raise RuntimeError("cum_seq_q must be given with seqused_k or block_table, got None")
-    return _bare(flash_attn_func, query, key, value, **how)
+    return _bare(flash_attn_func, query, key, value, **options)
 
 
 def _bare(function: Callable[..., Any], query: Tensor, *args, **kwargs) -> Any:

@@ -89,9 +89,9 @@ def scaled_dot_product_attention(
     A query that sees no key gives 0. The dropout mask is heedful's, drawn from torch's generator.
     Gradients cannot be differentiated again.
     """
-    how = None
+    way_key = None
     if attn_mask is None and not dropout_p and not is_compiling():
-        how, out = _known(query, key, value, (is_causal, scale, enable_gqa))
+        way_key, out = _known(query, key, value, (is_causal, scale, enable_gqa))
         if out is not None:
             return out
     call = translated(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
@@ -108,7 +108,7 @@ def scaled_dot_product_attention(
             call = f"heedful refuses it: {error}"
         else:
             _note(None)
-            if how is not None and not out.requires_grad:
+            if way_key is not None and not out.requires_grad:
                 options = new_options(
                     kind="dense",
                     dropout_p=dropout_p,
@@ -117,7 +117,7 @@ def scaled_dot_product_attention(
                     window_size=window or (-1, -1),
                     deterministic=are_deterministic_algorithms_enabled(),
                 )
-                ways.keep_forward(how, (query, key, value), (q, k, v), options, None)
+                ways.keep_forward(way_key, (query, key, value), (q, k, v), options, None)
             out = out.transpose(1, 2)
             return out if query.dim() == 4 else _ranked(out, query, key, value)
     _note(call)
@@ -146,17 +146,17 @@ def _known(query: Any, key: Any, value: Any, facts: tuple) -> tuple[Any, Tensor 
         return None, None
     try:
         records, deterministic = is_grad_enabled(), are_deterministic_algorithms_enabled()
-        how = ("sdpa", facts, records, deterministic, query.shape, key.shape)
-        way = CALLS.young.get(how)
+        way_key = ("sdpa", facts, records, deterministic, query.shape, key.shape)
+        way = CALLS.young.get(way_key)
         addresses = way and way.likeness.addresses((query, key, value))
     except (TypeError, RuntimeError):
         # An argument that cannot be hashed, or a tensor without plain memory.
         return None, None
     if way is None or addresses is None:
-        return how, None
+        return way_key, None
     out = way.run_on(addresses)[0]
     _note_now(None)
-    return how, out.transpose(1, 2)
+    return way_key, out.transpose(1, 2)
 
 
 def translated(q, k, v, mask: Any, dropout_p, is_causal, enable_gqa) -> Any:
@@ -230,21 +230,21 @@ def _refusal(q, k, v, mask, is_causal) -> str | None:
         return "query, key or value is no tensor"
     if q.is_nested or k.is_nested or v.is_nested:
         return "query, key or value is nested"
-    given = (q, k, v) if mask is None or _is_causal_bias(mask) else (q, k, v, mask)
-    if has_torch_function(given) or has_shards(given):
+    tensors = (q, k, v) if mask is None or _is_causal_bias(mask) else (q, k, v, mask)
+    if has_torch_function(tensors) or has_shards(tensors):
         return "a tensor is of a subclass that sees the call"
     if mask is not None and is_causal:
         return "is_causal with attn_mask"
     device, dtype = q.device, q.dtype
     if device.type not in ("cpu", "cuda"):
         return f"device {device.type}"
-    if not all([t.device == device for t in given[1:]]):
+    if not all([t.device == device for t in tensors[1:]]):
         return "tensors are on several devices"
     wanted = _DTYPES if torch.is_autocast_enabled(device.type) else (dtype,)
     if dtype not in _DTYPES or k.dtype not in wanted or v.dtype not in wanted:
         return f"dtypes {dtype}, {k.dtype}, {v.dtype}"
-    if given[-1].dtype not in (torch.bool, *_DTYPES):
-        return f"attn_mask is {given[-1].dtype}"
+    if tensors[-1].dtype not in (torch.bool, *_DTYPES):
+        return f"attn_mask is {tensors[-1].dtype}"
     if not is_compiling() and forward_ad._current_level >= 0:
         return "forward-mode derivatives"
     return None

@@ -68,7 +68,7 @@ def attention(
     window = UNBOUNDED
     if sliding_window is not None:
         window = (sliding_window - 1, 0 if causal else sliding_window - 1)
-    how = {
+    options = {
         "softmax_scale": scaling,
         "causal": causal,
         "window_size": window,
@@ -79,28 +79,28 @@ def attention(
         lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
         if attention_mask is None or is_compact(attention_mask):
             _refuse_beside_lengths(position_bias, others)
-            return _given(q, k, v, lengths, dropout, how, others), None
+            return _given(q, k, v, lengths, dropout, options, others), None
     mask = attention_mask
     shape = q.shape[0], q.shape[1], k.shape[1]
     if position_bias is None and (mask is None or is_compact(mask)):
         lengths = None if mask is None else read(mask, *shape)
         if shape[0] == 1 and shape[1] == shape[2] > 1 and not is_compiling():
-            lengths = _by_positions(lengths, others.get("position_ids"), how)
+            lengths = _by_positions(lengths, others.get("position_ids"), options)
         if lengths is None:
             count("plain")
-            out = flash_attn_func(q, k, v, dropout, **how)
+            out = flash_attn_func(q, k, v, dropout, **options)
         else:
-            out = _compact(q, k, v, lengths, dropout, how)
+            out = _compact(q, k, v, lengths, dropout, options)
             mask = lengths.as_mask() if mask is None else mask
     else:
-        out = _biased(q, k, v, mask, position_bias, dropout, how)
+        out = _biased(q, k, v, mask, position_bias, dropout, options)
     if not others.get("output_attentions"):
         return out, None
     logger.warning_once(
         "heedful: output_attentions=True computes the weights once more in plain PyTorch, which "
         "takes the memory of queries x keys"
     )
-    return out, attention_weights(q, k, _bias(q, k, mask, position_bias), how, mask is not None)
+    return out, attention_weights(q, k, _bias(q, k, mask, position_bias), options, mask is not None)
 
 
 def _refuse(others: dict[str, Any]) -> None:
@@ -117,11 +117,11 @@ def _refuse_beside_lengths(position_bias: Tensor | None, others: dict[str, Any])
             raise ValueError(f"heedful does not serve {name} beside cu_seq_lens_q")
 
 
-def _given(q, k, v, lengths: tuple, dropout: float, how: dict, others: dict) -> Tensor:
+def _given(q, k, v, lengths: tuple, dropout: float, options: dict, others: dict) -> Tensor:
     """Packed sequences whose lengths came with the model's arguments."""
     cu_q, cu_k, longest_q, longest_k = lengths
     if others.get("block_table") is not None:
-        return paged(q, k, v, cu_k, how, others)
+        return paged(q, k, v, cu_k, options, others)
     count("given")
     out = flash_attn_varlen_func(
         _flat(q),
@@ -132,12 +132,12 @@ def _given(q, k, v, lengths: tuple, dropout: float, how: dict, others: dict) -> 
         q.shape[0] * q.shape[1] if longest_q is None else longest_q,
         k.shape[0] * k.shape[1] if longest_k is None else longest_k,
         dropout,
-        **how,
+        **options,
     )
     return out.view(q.shape[0], q.shape[1], *out.shape[1:])
 
 
-def paged(q, k, v, cu_k: Tensor, how: dict, others: dict) -> Tensor:
+def paged(q, k, v, cu_k: Tensor, options: dict, others: dict) -> Tensor:
     """One new token of each sequence of a continuous batch, over its pages; appends its keys."""
     count("paged")
     tokens = q.shape[1]
@@ -152,7 +152,7 @@ def paged(q, k, v, cu_k: Tensor, how: dict, others: dict) -> Tensor:
         v,
         cache_seqlens=lengths,
         block_table=others["block_table"],
-        **how,
+        **options,
     )
     return out.transpose(0, 1)
 
@@ -162,12 +162,12 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, *x.shape[2:])
 
 
-def _compact(q, k, v, lengths: Compact, dropout: float, how: dict) -> Tensor:
+def _compact(q, k, v, lengths: Compact, dropout: float, options: dict) -> Tensor:
     """Attention by lengths and a window."""
-    how = {**how, "causal": lengths.causal, "window_size": lengths.window}
+    options = {**options, "causal": lengths.causal, "window_size": lengths.window}
     if lengths.whole:
         count("compact, dense call")
-        return flash_attn_func(q, k, v, dropout, **how)
+        return flash_attn_func(q, k, v, dropout, **options)
     is_recorded = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad
     )
@@ -178,8 +178,8 @@ def _compact(q, k, v, lengths: Compact, dropout: float, how: dict) -> Tensor:
         count("compact, cache call")
         used, leftpad = keys
         if leftpad is None:  # It takes less of the host's time.
-            return flash_attn_with_kvcache(q, k, v, cache_seqlens=used, **how)
-        return flash_attn_func(q, k, v, seqused_k=used, leftpad_k=leftpad, **how)
+            return flash_attn_with_kvcache(q, k, v, cache_seqlens=used, **options)
+        return flash_attn_func(q, k, v, seqused_k=used, leftpad_k=leftpad, **options)
     count("compact, packed call")
     cu_q, cu_k, used = lengths.pieces_q, lengths.pieces_k, {}
     if cu_q is None or cu_k is None or not is_recorded:
@@ -196,7 +196,7 @@ def _compact(q, k, v, lengths: Compact, dropout: float, how: dict) -> Tensor:
         k.shape[1],
         dropout,
         **used,
-        **how,
+        **options,
     )
     return out.view(q.shape[0], q.shape[1], *out.shape[1:])
 
@@ -215,12 +215,12 @@ def _row_lengths(q, k, v, lengths: Compact) -> tuple[Tensor, Any] | None:
     return lengths.used_k[1:], lengths.cu_k[1:-1] - row
 
 
-def _biased(q, k, v, mask, position_bias, dropout: float, how: dict) -> Tensor:
+def _biased(q, k, v, mask, position_bias, dropout: float, options: dict) -> Tensor:
     """Attention with a mask of queries x keys."""
     count_dense(mask, position_bias is not None)
     if mask is not None:
-        how = {**how, "causal": False, "window_size": UNBOUNDED}  # The mask has both.
-    return flash_attn_func(q, k, v, dropout, bias=_bias(q, k, mask, position_bias), **how)
+        options = {**options, "causal": False, "window_size": UNBOUNDED}  # The mask has both.
+    return flash_attn_func(q, k, v, dropout, bias=_bias(q, k, mask, position_bias), **options)
 
 
 def _bias(q: Tensor, k: Tensor, mask: Tensor | None, position_bias: Tensor | None):
@@ -256,11 +256,11 @@ class _Latest(local):
 _latest = _Latest()
 
 
-def _by_positions(lengths: Compact | None, positions: Any, how: dict) -> Compact | None:
+def _by_positions(lengths: Compact | None, positions: Any, options: dict) -> Compact | None:
     """The lengths of a call of one row: a document begins where its positions start at 0 again,
     since some models make their masks without position_ids. Waits for the device once a forward,
     since all layers have the same tensor."""
-    if not (how["causal"] if lengths is None else lengths.causal and lengths.whole):
+    if not (options["causal"] if lengths is None else lengths.causal and lengths.whole):
         return lengths
     if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[0] != 1:
         return lengths
@@ -271,5 +271,5 @@ def _by_positions(lengths: Compact | None, positions: Any, how: dict) -> Compact
         _latest.positions, _latest.version = ref(positions), positions._version
     if _latest.lengths is None:
         return lengths
-    left = how["window_size"][0] if lengths is None else lengths.left
+    left = options["window_size"][0] if lengths is None else lengths.left
     return _latest.lengths._replace(left=left)

@@ -84,11 +84,11 @@ def read(mask: Tensor, batch: int, q_length: int, k_length: int) -> Compact:
     if mask.dim() != 4 or mask.shape[0] > 2 or mask.shape[1] < 1 or mask.shape[2] % 16:
         raise ValueError(f"a compact mask was changed on its way to a layer: {tuple(mask.shape)}")
     causal, left, rows = mask.shape[0] == 2, mask.shape[1] - 2, mask[0, 0, :, 0]
-    found = Compact(**_parts(rows.contiguous().view(torch.int32)), causal=causal, left=left)
+    compact = Compact(**_parts(rows.contiguous().view(torch.int32)), causal=causal, left=left)
     if not is_compiling():
-        _check(found, batch * q_length, batch * k_length)
-        setattr(mask, _ATTRIBUTE, found)
-    return found
+        _check(compact, batch * q_length, batch * k_length)
+        setattr(mask, _ATTRIBUTE, compact)
+    return compact
 
 
 def _parts(rows: Tensor) -> dict[str, Any]:
@@ -96,10 +96,12 @@ def _parts(rows: Tensor) -> dict[str, Any]:
     return {"cu_q": cu_q, "cu_k": cu_k, "used_q": used_q[:-1], "used_k": used_k[:-1]}
 
 
-def _check(found: Compact, tokens_q: int, tokens_k: int) -> None:
+def _check(compact: Compact, tokens_q: int, tokens_k: int) -> None:
     """Checks that the sequences cover all tokens. Waits for the device if the mask is not the
     tensor that was made, but a copy or a part of it."""
-    ends = torch.stack([found.cu_q[0], found.cu_k[0], found.cu_q[-1], found.cu_k[-1]]).tolist()
+    ends = torch.stack(
+        [compact.cu_q[0], compact.cu_k[0], compact.cu_q[-1], compact.cu_k[-1]]
+    ).tolist()
     if ends != [0, 0, tokens_q, tokens_k]:
         raise ValueError(
             f"a compact mask was changed on its way to a layer: it is of {ends[2]} queries and "
@@ -138,7 +140,7 @@ def known_mask(
     begin, stop, first, last = rows
     batch = len(begin)
     cu_q, cu_k = (
-        [0, *[row * length + at for row, at in enumerate(starts)], batch * length]
+        [0, *[row * length + offset for row, offset in enumerate(starts)], batch * length]
         for length, starts in zip(lengths, (begin, first), strict=True)
     )
     used_q, used_k = (
@@ -161,8 +163,8 @@ def known_mask(
         values += part
     made = torch.tensor(values, dtype=torch.int32, device="cpu").to(device)
     mask = _of_bytes(made[:end], facts["causal"], facts["left"])
-    found = Compact(**{name: made[place] for name, place in places.items()}, **facts)
-    setattr(mask, _ATTRIBUTE, found)
+    compact = Compact(**{name: made[place] for name, place in places.items()}, **facts)
+    setattr(mask, _ATTRIBUTE, compact)
     return mask
 
 
@@ -179,21 +181,21 @@ def _pieces(rows: tuple[list[int], ...], lengths: tuple[int, int]) -> tuple[list
     return cu_q, cu_k
 
 
-def dense(found: Compact, batch: int, q_length: int, k_length: int) -> Tensor:
+def dense(compact: Compact, batch: int, q_length: int, k_length: int) -> Tensor:
     """The mask as bool (batch, 1, q_length, k_length), for what only takes such."""
-    row_q, at_q, own_q = _places(found.cu_q, found.used_q, batch, q_length)
-    row_k, at_k, own_k = _places(found.cu_k, found.used_k, batch, k_length)
-    shift = (found.used_k - found.used_q).long()
-    at = (at_q + shift[row_q])[:, :, None]
+    row_q, at_q, own_q = _places(compact.cu_q, compact.used_q, batch, q_length)
+    row_k, at_k, own_k = _places(compact.cu_k, compact.used_k, batch, k_length)
+    shift = (compact.used_k - compact.used_q).long()
+    diagonal = (at_q + shift[row_q])[:, :, None]
     key = at_k[:, None, :]
     sees = (row_q[:, :, None] == row_k[:, None, :]) & own_q[:, :, None] & own_k[:, None, :]
-    if found.causal:
-        sees &= key <= at
-    left, right = found.window
+    if compact.causal:
+        sees &= key <= diagonal
+    left, right = compact.window
     if left >= 0:
-        sees &= key >= at - left
+        sees &= key >= diagonal - left
     if right >= 0:
-        sees &= key <= at + right
+        sees &= key <= diagonal + right
     return sees[:, None]
 
 
@@ -201,6 +203,6 @@ def _places(cu: Tensor, used: Tensor, batch: int, length: int) -> tuple[Tensor, 
     """For each token (batch, length): its sequence, its place there, and whether it is used."""
     tokens = torch.arange(batch * length, device=cu.device)
     row = torch.bucketize(tokens, cu[1:].long(), right=True).clamp(max=used.shape[0] - 1)
-    at = tokens - cu.long()[row]
-    own = (at >= 0) & (at < used.long()[row])
-    return row.view(batch, -1), at.view(batch, -1), own.view(batch, -1)
+    place = tokens - cu.long()[row]
+    is_used = (place >= 0) & (place < used.long()[row])
+    return row.view(batch, -1), place.view(batch, -1), is_used.view(batch, -1)

@@ -81,13 +81,15 @@ def mask(
         attention_mask is None and 1 < q_length == kv_length and not isinstance(q_offset, Tensor),
     )
     place = Place(batch_size, q_length, kv_length, q_offset - kv_offset, device)
-    found = (find_traced if is_compiling() else find)(request)
+    pattern = (find_traced if is_compiling() else find)(request)
     padding = None
     if attention_mask is not None:
         padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
         padding = padding[:, kv_offset : kv_offset + kv_length]  # pyright: ignore[reportOptionalSubscript]
     made: Tensor | str | None
-    made = found if isinstance(found, str) else _of_lengths(found, place, padding, mask_function)
+    made = (
+        pattern if isinstance(pattern, str) else _of_lengths(pattern, place, padding, mask_function)
+    )
     if not isinstance(made, str):
         return made
     bools = masking_utils.sdpa_mask(
@@ -109,47 +111,47 @@ def mask(
 
 
 def _of_lengths(
-    found: Pattern, place: Place, padding: Tensor | None, mask_function: Callable
+    pattern: Pattern, place: Place, padding: Tensor | None, mask_function: Callable
 ) -> Tensor | str | None:
     """The mask of a pattern: none, a compact one, or the reason why it must be a bool mask."""
-    if found.documents is not None:
+    if pattern.documents is not None:
         if padding is not None or not place.ends_with_keys or place.q_length != place.kv_length:
             return "documents beside padding or a cache"
-        if isinstance(found.documents, bool):
-            return documents_traced(mask_function, found.left, place)
-        ids = found.documents.expand(place.batch, -1)
-        return documents(ids, found.causal, found.left, place.device).as_mask()
-    if found.causal and not place.is_static and place.end > place.kv_length:
+        if isinstance(pattern.documents, bool):
+            return documents_traced(mask_function, pattern.left, place)
+        ids = pattern.documents.expand(place.batch, -1)
+        return documents(ids, pattern.causal, pattern.left, place.device).as_mask()
+    if pattern.causal and not place.is_static and place.end > place.kv_length:
         return "queries that stand past the last key"
-    if not found.causal and _hides(found, place) and not place.ends_with_keys:
+    if not pattern.causal and _hides(pattern, place) and not place.ends_with_keys:
         return "a window to both sides, with keys after the last query"
     if padding is None:
-        return _unpadded(found, place)
-    return (_padded_traced if is_compiling() else _padded)(found, place, padding)
+        return _unpadded(pattern, place)
+    return (_padded_traced if is_compiling() else _padded)(pattern, place, padding)
 
 
-def _hides(found: Pattern, place: Place) -> bool:
+def _hides(pattern: Pattern, place: Place) -> bool:
     """Whether the window of a pattern hides any key."""
-    return 0 <= found.left < place.kv_length - 1
+    return 0 <= pattern.left < place.kv_length - 1
 
 
-def _unpadded(found: Pattern, place: Place) -> Tensor | None:
-    whole = not found.causal or place.ends_with_keys
-    if whole and not _hides(found, place):
+def _unpadded(pattern: Pattern, place: Place) -> Tensor | None:
+    whole = not pattern.causal or place.ends_with_keys
+    if whole and not _hides(pattern, place):
         return None
     if not place.is_static and not is_compiling():
         keys = [0] * place.batch, [place.kv_length] * place.batch
-        return _of_known_rows(found, place, keys, whole, found.causal)
+        return _of_known_rows(pattern, place, keys, whole, pattern.causal)
     first = torch.zeros(place.batch, dtype=torch.int32, device=place.device)
-    last = _last_seen(torch.full_like(first, place.kv_length), found, place)
-    return _of_rows(found, place, (first, last), whole, found.causal)
+    last = _last_seen(torch.full_like(first, place.kv_length), pattern, place)
+    return _of_rows(pattern, place, (first, last), whole, pattern.causal)
 
 
-def _padded(found: Pattern, place: Place, padding: Tensor) -> Tensor | str | None:
+def _padded(pattern: Pattern, place: Place, padding: Tensor) -> Tensor | str | None:
     """As `_of_lengths`: one wait for the device."""
     # By row how many tokens count, and how many lie before and after them.
-    at = padding.bool().view(torch.uint8)
-    facts = [padding.sum(1), at.argmax(1), at.flip(1).argmax(1)]
+    kept = padding.bool().view(torch.uint8)
+    facts = [padding.sum(1), kept.argmax(1), kept.flip(1).argmax(1)]
     if isinstance(place.begin, Tensor):
         facts.append(place.begin.reshape(-1)[:1].long())
     read = torch.cat(facts).tolist()
@@ -161,38 +163,38 @@ def _padded(found: Pattern, place: Place, padding: Tensor) -> Tensor | str | Non
     if any([end - start != n for start, end, n in zip(first, last, count, strict=True)]):
         return "an attention_mask with holes inside of a sequence"
     is_full = all([n == place.kv_length for n in count])
-    whole = is_full and (not found.causal or place.ends_with_keys)
+    whole = is_full and (not pattern.causal or place.ends_with_keys)
     # Padding to the right of a causal mask: what counts sees none of it.
     from_start = place.begin == 0 and place.ends_with_keys
-    whole = bool(whole or (found.causal and not any(first) and from_start))
-    if whole and not _hides(found, place):
+    whole = bool(whole or (pattern.causal and not any(first) and from_start))
+    if whole and not _hides(pattern, place):
         return None
-    has_last = found.causal and all([end >= place.end for end in last])
-    return _of_known_rows(found, place, (first, last), whole, has_last)
+    has_last = pattern.causal and all([end >= place.end for end in last])
+    return _of_known_rows(pattern, place, (first, last), whole, has_last)
 
 
-def _padded_traced(found: Pattern, place: Place, padding: Tensor) -> Tensor:
+def _padded_traced(pattern: Pattern, place: Place, padding: Tensor) -> Tensor:
     """As `_padded` in compiled code: the device checks what the host does not know."""
-    at = torch.arange(place.kv_length, device=padding.device)
+    places = torch.arange(place.kv_length, device=padding.device)
     count = padding.sum(1)
     first = padding.int().argmax(1)
     last = first + count
     _check_there(
-        (padding == ((at >= first[:, None]) & (at < last[:, None]))).all(),
+        (padding == ((places >= first[:, None]) & (places < last[:, None]))).all(),
         "heedful: compiled code takes no attention_mask with holes in a sequence",
     )
-    return _of_rows(found, place, (first, _last_seen(last, found, place)), False, False)
+    return _of_rows(pattern, place, (first, _last_seen(last, pattern, place)), False, False)
 
 
 def _of_known_rows(
-    found: Pattern, place: Place, keys: tuple[list[int], list[int]], whole: bool, has_last: bool
+    pattern: Pattern, place: Place, keys: tuple[list[int], list[int]], whole: bool, has_last: bool
 ) -> Tensor:
     """As `_of_rows` of numbers that the host knows: one copy to the device."""
     first, last = keys
     begin, stop = [0] * len(first), [place.q_length] * len(first)
-    if found.causal:
+    if pattern.causal:
         last = [min(end, int(place.end)) for end in last]
-    if found.causal or found.left >= 0:
+    if pattern.causal or pattern.left >= 0:
         # A query stands at a key of its own.
         begin, stop = (
             [max(0, min(int(key - place.begin), place.q_length)) for key in ends]
@@ -203,27 +205,27 @@ def _of_known_rows(
         (place.q_length, place.kv_length),
         place.device,
         has_last,
-        causal=found.causal,
-        left=found.left if _hides(found, place) else -1,
+        causal=pattern.causal,
+        left=pattern.left if _hides(pattern, place) else -1,
         whole=whole,
     )
 
 
-def _last_seen(last: Tensor, found: Pattern, place: Place) -> Tensor:
+def _last_seen(last: Tensor, pattern: Pattern, place: Place) -> Tensor:
     """Where the keys end that any query of a causal mask sees."""
-    if not found.causal:
+    if not pattern.causal:
         return last
     end = torch.as_tensor(place.end, dtype=last.dtype, device=last.device)
     return torch.minimum(last, end.reshape(-1))
 
 
 def _of_rows(
-    found: Pattern, place: Place, keys: tuple[Tensor, Tensor], whole: bool, has_last: bool
+    pattern: Pattern, place: Place, keys: tuple[Tensor, Tensor], whole: bool, has_last: bool
 ) -> Tensor:
     """The compact mask of one sequence in each row. keys: (first, last) of each, (batch,).
     has_last: the queries are each row's last tokens."""
     first, last = keys
-    if found.causal or found.left >= 0:
+    if pattern.causal or pattern.left >= 0:
         # Each query has the position of a key.
         begin = (first - place.begin).clamp(0, place.q_length)
         stop = (last - place.begin).clamp(0, place.q_length)
@@ -232,8 +234,8 @@ def _of_rows(
     lengths = place.q_length, place.kv_length
     made = Compact(
         **of_rows(begin, stop, first, last, lengths),
-        causal=found.causal,
-        left=found.left if _hides(found, place) else -1,
+        causal=pattern.causal,
+        left=pattern.left if _hides(pattern, place) else -1,
         whole=whole,
         seqused_k=(last - first).int() if has_last else None,
         leftpad_k=first.int() if has_last else None,
@@ -262,16 +264,18 @@ def documents_traced(mask_function: Callable, left: int, place: Place) -> Tensor
     where a token does not see the one before it. The device raises if the mask is not causal by
     documents, or has more than MOST_DOCUMENTS of them in a row."""
     batch, length = place.batch, place.q_length
-    at = torch.arange(length, device=place.device)[None]
+    position = torch.arange(length, device=place.device)[None]
     row = torch.arange(batch, device=place.device)[:, None]
-    head = torch.zeros_like(at)
-    sees_before = mask_function(row, head, at, (at - 1).clamp(min=0)).expand(batch, length)
-    sees_after = mask_function(row, head, at, (at + 1).clamp(max=length - 1))
+    head = torch.zeros_like(position)
+    sees_before = mask_function(row, head, position, (position - 1).clamp(min=0)).expand(
+        batch, length
+    )
+    sees_after = mask_function(row, head, position, (position + 1).clamp(max=length - 1))
     _check_there(
-        (~sees_after | (at == length - 1)).all(),
+        (~sees_after | (position == length - 1)).all(),
         "heedful: in compiled code a mask without padding has to be causal by documents",
     )
-    is_new = (~sees_before | (at == 0)).reshape(-1)
+    is_new = (~sees_before | (position == 0)).reshape(-1)
     document = is_new.int().cumsum(0) - 1
     tokens, most = batch * length, batch * min(MOST_DOCUMENTS, length)
     _check_there(

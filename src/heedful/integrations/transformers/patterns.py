@@ -52,36 +52,36 @@ def find(request: Request) -> Pattern | str:
     """The pattern of a mask function, or why lengths cannot express it."""
     if request.is_custom:
         return _CUSTOM
-    found: dict[str, Any] = {}
-    reason = _read(request.mask_function, found)
+    facts: dict[str, Any] = {}
+    reason = _read(request.mask_function, facts)
     if reason is not None:
         return reason
-    if "both" in found:
-        if found.get("causal") or "left" in found:
+    if "both" in facts:
+        if facts.get("causal") or "left" in facts:
             return "a window to both sides beside a causal mask"
-        return Pattern(False, found["both"], found.get("documents"))
-    if "left" in found and not found.get("causal"):
+        return Pattern(False, facts["both"], facts.get("documents"))
+    if "left" in facts and not facts.get("causal"):
         return "a window to the left that is not causal"
-    return Pattern(found.get("causal", False), found.get("left", -1), found.get("documents"))
+    return Pattern(facts.get("causal", False), facts.get("left", -1), facts.get("documents"))
 
 
-def _read(function: Callable, found: dict[str, Any]) -> str | None:
-    """Writes into `found` what a mask function is made of. Returns why it cannot."""
+def _read(function: Callable, facts: dict[str, Any]) -> str | None:
+    """Writes into `facts` what a mask function is made of. Returns why it cannot."""
     code = _code(function)
     if function is masking_utils.causal_mask_function:
-        found["causal"] = True
+        facts["causal"] = True
     elif function is masking_utils.bidirectional_mask_function:
         pass
     elif code is _CAUSAL_WINDOW:
-        found["left"] = min(found.get("left", 1 << 30), _closure(function)["sliding_window"] - 1)
+        facts["left"] = min(facts.get("left", 1 << 30), _closure(function)["sliding_window"] - 1)
     elif code is _WINDOW:
-        found["both"] = min(found.get("both", 1 << 30), _closure(function)["sliding_window"])
+        facts["both"] = min(facts.get("both", 1 << 30), _closure(function)["sliding_window"])
     elif code is _REMAPPED:
-        return _read(_closure(function)["mask_function"], found)
+        return _read(_closure(function)["mask_function"], facts)
     elif code is _DOCUMENTS:
-        found["documents"] = _closure(function)["packed_sequence_mask"]
+        facts["documents"] = _closure(function)["packed_sequence_mask"]
     elif code is _AND:
-        reasons = [_read(each, found) for each in _closure(function)["mask_functions"]]
+        reasons = [_read(each, facts) for each in _closure(function)["mask_functions"]]
         return next((reason for reason in reasons if reason), None)
     elif code is _CHUNKS:
         return "attention in chunks"

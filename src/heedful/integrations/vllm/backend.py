@@ -249,12 +249,12 @@ class HeedfulImpl(AttentionImpl[HeedfulMetadata]):
         if self._has_cache:
             count(("paged",))
             key, value = self._halves(kv_cache)
-            how = {"block_table": batch.block_table, "seqused_k": batch.seq_lens}
+            options = {"block_table": batch.block_table, "seqused_k": batch.seq_lens}
             if self._quantised:
-                how |= self._descales(layer, batch.seq_lens.shape[0])
+                options |= self._descales(layer, batch.seq_lens.shape[0])
         else:
             count(("packed",))
-            key, value, how, causal = key[:tokens], value[:tokens], {}, False
+            key, value, options, causal = key[:tokens], value[:tokens], {}, False
             lengths = 2 * (batch.query_start_loc,) + 2 * (batch.max_query_len,)
         if self.alibi_slopes is not None and self.alibi_slopes.device != query.device:
             self.alibi_slopes = self.alibi_slopes.to(query.device)
@@ -270,7 +270,7 @@ class HeedfulImpl(AttentionImpl[HeedfulMetadata]):
             alibi_slopes=self.alibi_slopes,
             sink=self.sinks,
             out=out,
-            **how,
+            **options,
         )
         return output
 
@@ -294,9 +294,9 @@ class HeedfulImpl(AttentionImpl[HeedfulMetadata]):
 
     def _descales(self, layer: Any, sequences: int) -> dict[str, Tensor]:
         """The factors of stored numbers."""
-        found = own_scale(layer._k_scale), own_scale(layer._v_scale)
+        scales = own_scale(layer._k_scale), own_scale(layer._v_scale)
         shape = sequences, self.num_kv_heads
-        k, v = (scale.expand(shape) if scale.dim() else scale for scale in found)
+        k, v = (scale.expand(shape) if scale.dim() else scale for scale in scales)
         return {"k_descale": k, "v_descale": v}
 
 

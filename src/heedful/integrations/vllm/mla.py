@@ -207,8 +207,8 @@ class HeedfulMLAPrefill(MLAPrefillBackend):
         count(("latent prefill",))
         batch = self._prefill_metadata
         lengths: Any = 2 * (batch.query_start_loc,) + 2 * (batch.max_query_len,)
-        how = {"softmax_scale": self.scale, "return_lse": return_softmax_lse, "out": out}
-        return flash_attn_varlen_func(q, k, v, *lengths, causal=True, **how)
+        options = {"softmax_scale": self.scale, "return_lse": return_softmax_lse, "out": out}
+        return flash_attn_varlen_func(q, k, v, *lengths, causal=True, **options)
 
     def run_prefill_context_chunk(
         self, chunk: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None
@@ -217,5 +217,5 @@ class HeedfulMLAPrefill(MLAPrefillBackend):
         (out, lse)."""
         count(("latent context",))
         lengths = chunk.query_start_loc, chunk.cu_seq_lens, chunk.max_query_len, chunk.max_seq_len
-        how = {"softmax_scale": self.scale, "return_lse": True, "out": out}
-        return flash_attn_varlen_func(q, k, v, *lengths, **how)
+        options = {"softmax_scale": self.scale, "return_lse": True, "out": out}
+        return flash_attn_varlen_func(q, k, v, *lengths, **options)

@@ -41,8 +41,8 @@ def _live(platform: str, ordinal: int) -> DeviceSpec:
     if platform == "cuda":
         from heedful.launch.driver.cuda import figures
 
-        found = figures(ordinal)
-        return of_arch(found.pop("arch"), **found)
+        live = figures(ordinal)
+        return of_arch(live.pop("arch"), **live)
     from jaxlib import gpu_triton
 
     arch = gpu_triton.get_arch_details(ordinal).split(":")[0]
@@ -52,9 +52,9 @@ def _live(platform: str, ordinal: int) -> DeviceSpec:
 def toolchain(spec: DeviceSpec) -> Toolchain:
     """The versions of the Triton that compiles and of JAX, the packs loaded and the backends
     validated on this device; torch takes no part in JAX's calls."""
-    found = compiler()
+    triton = compiler()
     return Toolchain(
-        triton=found and found.numbers,
+        triton=triton and triton.numbers,
         torch=None,
         jax=_jax_version(),
         packs=packs.backends(),

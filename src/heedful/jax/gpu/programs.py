@@ -128,9 +128,11 @@ def _wide(words: Array) -> Array:
 
 def expanded(spec: ArraySpec, shape: tuple[int, ...]) -> ArraySpec:
     """The array as kernels see it: its dims of 1 repeat up to a shape, by strides of 0."""
-    own = (1,) * (len(shape) - len(spec.shape)) + spec.shape
-    dense = ArraySpec.contiguous(own, spec.dtype)
-    steps = (s if n == whole else 0 for s, n, whole in zip(dense.strides, own, shape, strict=True))
+    padded = (1,) * (len(shape) - len(spec.shape)) + spec.shape
+    dense = ArraySpec.contiguous(padded, spec.dtype)
+    steps = (
+        s if n == whole else 0 for s, n, whole in zip(dense.strides, padded, shape, strict=True)
+    )
     return ArraySpec(shape, tuple(steps), spec.dtype)
 
 
@@ -245,19 +247,19 @@ class Memory:
             if isinstance(p, (Pointer, TensorMapParameter))
         ]
         order = tuple(buffer for _, buffer in places)
-        found = slots(order, launch.writes, frozenset(self._arrays))
+        slot_order = slots(order, launch.writes, frozenset(self._arrays))
         zeroed = {}
         for index, buffer in places:
             # Before the first launch that has it.
             if buffer in self._zeroed and isinstance(launch.parameters[index], Pointer):
                 zeroed[index] = self._zeroed.pop(buffer)
-        operands = [self._operand(buffer) for buffer in found.operands]
-        types = [jax.ShapeDtypeStruct(*self._type(buffer)) for buffer in found.results]
+        operands = [self._operand(buffer) for buffer in slot_order.operands]
+        types = [jax.ShapeDtypeStruct(*self._type(buffer)) for buffer in slot_order.results]
         call = jax.ffi.ffi_call(
-            triton_call.TARGET, types, input_output_aliases=found.aliases, vmap_method=None
+            triton_call.TARGET, types, input_output_aliases=slot_order.aliases, vmap_method=None
         )
         made = call(*operands, opaque=triton_call.opaque(launch, name, zeroed))
-        self._arrays.update(zip(found.results, made, strict=True))
+        self._arrays.update(zip(slot_order.results, made, strict=True))
 
     def _operand(self, name: str) -> Array:
         if name in self._arrays:

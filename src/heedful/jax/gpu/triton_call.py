@@ -86,13 +86,13 @@ def _parameter(parameter, zeroed: int) -> bytes:
     raise TypeError(f"no parameter of a kernel: {parameter!r}")
 
 
-def _tensor_map(given: TensorMapParameter) -> bytes:
+def _tensor_map(parameter: TensorMapParameter) -> bytes:
     return (
-        _number(1, given.element_type)
-        + _number(2, given.swizzle)
-        + _numbers(3, given.shape)
-        + _numbers(4, given.strides)
-        + _numbers(5, given.box)
+        _number(1, parameter.element_type)
+        + _number(2, parameter.swizzle)
+        + _numbers(3, parameter.shape)
+        + _numbers(4, parameter.strides)
+        + _numbers(5, parameter.box)
     )
 
 

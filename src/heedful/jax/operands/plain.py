@@ -37,11 +37,11 @@ def plain_flag(name: str, value: Any) -> bool:
     return numbers.truth(name, value)
 
 
-def plain_options(given: Options) -> Options:
+def plain_options(options: Options) -> Options:
     """The options with a plain value each. Raises TypeError or ValueError naming the argument."""
     for name, wanted in (("window_size", call.WINDOW), ("dropout_origin", call.ORIGIN)):
-        _check_known(name, getattr(given, name), wanted)
-    return call.plain_options(given, plain_int, plain_float, plain_flag)
+        _check_known(name, getattr(options, name), wanted)
+    return call.plain_options(options, plain_int, plain_float, plain_flag)
 
 
 def plain_update(update: CacheUpdate, batch: int) -> CacheUpdate:
@@ -61,8 +61,8 @@ def as_int32(lengths: Array | np.ndarray) -> Array:
     """Ints as they are, or the nearest that int32 has."""
     if lengths.dtype == np.int32:
         return jnp.asarray(lengths)
-    own = jnp if isinstance(lengths, Array) else np
-    return jnp.asarray(own.clip(lengths, *_lengths(lengths.dtype)).astype(np.int32))
+    library = jnp if isinstance(lengths, Array) else np
+    return jnp.asarray(library.clip(lengths, *_lengths(lengths.dtype)).astype(np.int32))
 
 
 def _lengths(dtype: Any) -> tuple[int, int]:

@@ -99,8 +99,8 @@ def _attend(seq: Sequence, rows: Array, n_tile: int) -> tuple[Array, Array]:
 
         def part(index, state):
             first = begin + index * each
-            own = lax.fori_loop(first, jnp.minimum(first + each, end), key_tile, empty)
-            return _merged(state, own)
+            part_state = lax.fori_loop(first, jnp.minimum(first + each, end), key_tile, empty)
+            return _merged(state, part_state)
 
         state = lax.fori_loop(0, (tiles + each - 1) // each, part, empty)
     else:
@@ -201,15 +201,15 @@ def _statistics_of(seq: Sequence, state):
         def key_tile(index, state):
             cols = index * n_tile + jnp.arange(n_tile, dtype=jnp.int32)
             s, _ = seq.scores(rows, cols, q, seq.load_keys("k", cols))
-            own = s.max(-1)
-            return _merged(state, (own, jnp.exp(s - _finite(own)[..., None]).sum(-1)))
+            largest = s.max(-1)
+            return _merged(state, (largest, jnp.exp(s - _finite(largest)[..., None]).sum(-1)))
 
         empty = jnp.full(shape, -_INF, jnp.float32), jnp.zeros(shape, jnp.float32)
-        found = lax.fori_loop(begin, end, key_tile, empty)
+        made = lax.fori_loop(begin, end, key_tile, empty)
         if seq.x.sink is not None:
-            found = _merged(found, _of_sink(seq, shape))
+            made = _merged(made, _of_sink(seq, shape))
         m, total = (
-            _store_vector(seq, rows, old, own) for old, own in zip(state, found, strict=True)
+            _store_vector(seq, rows, old, vector) for old, vector in zip(state, made, strict=True)
         )
         return m, total
 
@@ -309,8 +309,8 @@ class _Backward:
         cols = index * self.n_tile + jnp.arange(self.n_tile, dtype=jnp.int32)
         k, v = seq.load_keys("k", cols), seq.load_keys("v", cols)
 
-        def query_tile(index, own):
-            return self._pair(seq.rows(index * self.m_tile, self.m_tile), cols, k, v, own)
+        def query_tile(index, sums):
+            return self._pair(seq.rows(index * self.m_tile, self.m_tile), cols, k, v, sums)
 
         begin, end = seq.query_range(cols[0], self.n_tile, self.m_tile)
         empty = jnp.zeros_like(k), jnp.zeros_like(v)
@@ -319,10 +319,10 @@ class _Backward:
         assert p.heads_k == k.shape[0]
         return dq, dk, dv, dbias, dsink
 
-    def _pair(self, rows, cols, k, v, own):
+    def _pair(self, rows, cols, k, v, key_ranges):
         """One query tile against one key tile: five products."""
         seq, p = self.seq, self.seq.problem
-        dq, dk, dv, dbias = own
+        dq, dk, dv, dbias = key_ranges
         q, do = seq.load_rows(seq.x.q, rows), seq.load_rows(self.dout, rows)
         e, tanh = _probabilities(seq, rows, cols, self.by, q, k)
         dp = product("grme,gne->grmn", do, v)

@@ -105,10 +105,10 @@ class Sequence:
             begin = jnp.clip(first + off - mask.left, 0, end)
         end = jnp.where(last < first, 0, end)
         if self.x.key_ranges is not None:
-            own = self._ranges(self.rows(first, count))
-            shows = own[..., 0] < own[..., 1]
-            begin = jnp.maximum(begin, jnp.where(shows, own[..., 0], self.len_k).min())
-            end = jnp.minimum(end, jnp.where(shows, own[..., 1], 0).max())
+            ranges = self._ranges(self.rows(first, count))
+            shows = ranges[..., 0] < ranges[..., 1]
+            begin = jnp.maximum(begin, jnp.where(shows, ranges[..., 0], self.len_k).min())
+            end = jnp.minimum(end, jnp.where(shows, ranges[..., 1], 0).max())
         return begin // tile, jnp.maximum(begin // tile, (end + tile - 1) // tile)
 
     def query_range(self, first, count: int, tile: int) -> tuple[Array, Array]:
@@ -135,11 +135,11 @@ class Sequence:
         """Rows of a float32 array laid out as lse, 0 past the end: (G, R, M)."""
         p = self.problem
         if tensor.ndim == 3:
-            own, where = tensor[self.b], rows
+            vector, where = tensor[self.b], rows
         else:
-            own, where = tensor, self.q_begin + rows
-        where = jnp.where(rows < self.len_q, where, own.shape[-1])
-        tile = jnp.take(own, where, axis=-1, mode="fill", fill_value=0)
+            vector, where = tensor, self.q_begin + rows
+        where = jnp.where(rows < self.len_q, where, vector.shape[-1])
+        tile = jnp.take(vector, where, axis=-1, mode="fill", fill_value=0)
         return tile.reshape(p.heads_k, p.group, rows.shape[0])
 
     def load_keys(self, name: str, cols: Array) -> Array:
@@ -184,8 +184,8 @@ class Sequence:
             s = s + self._by_group(self._bias_tile(rows, cols))
         seen = self._seen(rows, cols)[None, None]
         if x.key_ranges is not None:
-            own, j = self._ranges(rows)[..., None], cols[None, None, None]
-            shown = ((own[..., 0, :] <= j) & (j < own[..., 1, :])).any(-2)
+            ranges, j = self._ranges(rows)[..., None], cols[None, None, None]
+            shown = ((ranges[..., 0, :] <= j) & (j < ranges[..., 1, :])).any(-2)
             seen &= self._by_group(shown)
         return jnp.where(seen, s, -jnp.inf), tanh
 
@@ -193,11 +193,11 @@ class Sequence:
         """The key_ranges of queries, as pairs: (H or 1, M, pairs, 2); those of the last past it."""
         ranges = self.x.key_ranges
         if ranges.ndim == 2:
-            own, rows = ranges[None], self.q_begin + rows
+            of_batch, rows = ranges[None], self.q_begin + rows
         else:
-            own = ranges[self.b if ranges.shape[0] > 1 else 0]
-        own = jnp.take(own, rows, axis=1, mode="clip")
-        return own.reshape(*own.shape[:2], -1, 2)
+            of_batch = ranges[self.b if ranges.shape[0] > 1 else 0]
+        of_batch = jnp.take(of_batch, rows, axis=1, mode="clip")
+        return of_batch.reshape(*of_batch.shape[:2], -1, 2)
 
     def _seen(self, rows: Array, cols: Array) -> Array:
         """Which keys the queries see: (M, N)."""
@@ -210,10 +210,10 @@ class Sequence:
             seen &= (distance >= -mask.left) | (cols < mask.first)[None]
         if self.x.tree_mask is not None:
             tree = self.x.tree_mask
-            own = tree[self.b if tree.shape[0] > 1 else 0]
+            of_batch = tree[self.b if tree.shape[0] > 1 else 0]
             new = cols - (self.len_k - self.len_q)
-            told = jnp.take(own, jnp.clip(rows, 0, own.shape[0] - 1), axis=0)
-            told = jnp.take(told, jnp.clip(new, 0, own.shape[1] - 1), axis=1)
+            told = jnp.take(of_batch, jnp.clip(rows, 0, of_batch.shape[0] - 1), axis=0)
+            told = jnp.take(told, jnp.clip(new, 0, of_batch.shape[1] - 1), axis=1)
             seen &= told | (new < 0)[None]
         return seen
 
@@ -222,21 +222,21 @@ class Sequence:
         where the bias repeats."""
         shape = self.x.bias.shape
         heads = jnp.arange(shape[1], dtype=jnp.int32)
-        own = (self.b[None], heads, rows, cols)
+        index = (self.b[None], heads, rows, cols)
         return tuple(
             i if n > 1 or dim == 1 else jnp.zeros(1, jnp.int32)
-            for dim, (i, n) in enumerate(zip(own, shape, strict=True))
+            for dim, (i, n) in enumerate(zip(index, shape, strict=True))
         )
 
     def _bias_tile(self, rows: Array, cols: Array) -> Array:
         """(H or 1, M or 1, N or 1) of the bias, float32, 0 past its ends."""
         b, _, m, n = self.bias_index(rows, cols)
-        own = self.x.bias[b[0]]
-        if 0 in own.shape:
+        tile = self.x.bias[b[0]]
+        if 0 in tile.shape:
             # A tile of no keys has one column.
-            own = jnp.zeros((own.shape[0], 1, 1), own.dtype)
-        own = jnp.take(own, m, axis=1, mode="fill", fill_value=0)
-        return jnp.take(own, n, axis=2, mode="fill", fill_value=0).astype(jnp.float32)
+            tile = jnp.zeros((tile.shape[0], 1, 1), tile.dtype)
+        tile = jnp.take(tile, m, axis=1, mode="fill", fill_value=0)
+        return jnp.take(tile, n, axis=2, mode="fill", fill_value=0).astype(jnp.float32)
 
     def _by_group(self, per_head: Array) -> Array:
         """(H or 1, ...) as (G, R, ...) or (1, 1, ...)."""
@@ -280,8 +280,8 @@ def _taken(flat: Array, tokens: Array) -> Array:
     """Tokens of a storage (tokens, heads, dim), zeros for those that it lacks."""
     if not flat.shape[0]:
         return jnp.zeros((tokens.shape[0], *flat.shape[1:]), flat.dtype)
-    found = jnp.take(flat, tokens, axis=0, mode="clip")
-    return jnp.where((tokens < flat.shape[0])[:, None, None], found, jnp.zeros_like(found))
+    taken = jnp.take(flat, tokens, axis=0, mode="clip")
+    return jnp.where((tokens < flat.shape[0])[:, None, None], taken, jnp.zeros_like(taken))
 
 
 def _per_head(scale: Array, b: Array, problem: AttentionProblem) -> Array:

@@ -31,12 +31,12 @@ class Static(NamedTuple):
     def named(self, arrays) -> dict[str, Any]:
         return dict(zip(self.names, arrays, strict=True))
 
-    def of_update(self, given: dict[str, Any]) -> list[Any]:
-        return [given[name] for name in self.update.names]
+    def of_update(self, by_name: dict[str, Any]) -> list[Any]:
+        return [by_name[name] for name in self.update.names]
 
-    def of_attention(self, given: dict[str, Any], lengths: Any) -> list[Any]:
+    def of_attention(self, by_name: dict[str, Any], lengths: Any) -> list[Any]:
         """lengths: in place of seqused_k."""
-        return [lengths if name == "seqused_k" else given[name] for name in self.attention.names]
+        return [lengths if name == "seqused_k" else by_name[name] for name in self.attention.names]
 
 
 def stepped(
@@ -50,9 +50,9 @@ def stepped(
     arrays, of_update = cache_update.arrays_of(x, update, start, problem)
     operands = {name: array for name, array in x._asdict().items() if array is not None}
     names = [name for name in Operands._fields if name in operands or name == "seqused_k"]
-    given = sharding.alike({**operands, **arrays})
-    static = Static(tuple(given), of_update, primitives.Static(tuple(names), options))
-    results = step_p.bind(*map(lax.stop_gradient, given.values()), static=static)
+    by_name = sharding.alike({**operands, **arrays})
+    static = Static(tuple(by_name), of_update, primitives.Static(tuple(names), options))
+    results = step_p.bind(*map(lax.stop_gradient, by_name.values()), static=static)
     changed = cache_update.changed(arrays)
     x = x._replace(**dict(zip(changed, results, strict=False)))
     return x, tuple(results[len(changed) :])
@@ -60,26 +60,26 @@ def stepped(
 
 def _in_turn(static: Static, *arrays) -> list[Any]:
     """The results by the two primitives."""
-    given = static.named(arrays)
+    by_name = static.named(arrays)
     made = cache_update.named_results(
-        cache_update.update_p.bind(*static.of_update(given), static=static.update), given
+        cache_update.update_p.bind(*static.of_update(by_name), static=static.update), by_name
     )
     lengths = made.pop("cache_seqlens")
-    attention = static.of_attention({**given, **made}, lengths)
+    attention = static.of_attention({**by_name, **made}, lengths)
     results = primitives.forward_p.bind(*attention, static=static.attention)
-    return [*(made[name] for name in cache_update.changed(given)), *results]
+    return [*(made[name] for name in cache_update.changed(by_name)), *results]
 
 
 step_p = new_primitive("heedful_cache_step")
 
 
 def _type(*types, static: Static):
-    given = static.named(types)
-    made, _ = cache_update.update_p.abstract_eval(*static.of_update(given), static=static.update)
-    named = cache_update.named_results(made, given)
-    attention = static.of_attention(given, given["cache_seqlens"])
+    by_name = static.named(types)
+    made, _ = cache_update.update_p.abstract_eval(*static.of_update(by_name), static=static.update)
+    named = cache_update.named_results(made, by_name)
+    attention = static.of_attention(by_name, by_name["cache_seqlens"])
     results, _ = primitives.forward_p.abstract_eval(*attention, static=static.attention)
-    return [*(named[name] for name in cache_update.changed(given)), *results]
+    return [*(named[name] for name in cache_update.changed(by_name)), *results]
 
 
 def _batched(arrays, dims, *, static: Static):
@@ -99,14 +99,14 @@ def _lower(platform: str, context, *values, static: Static):
 def _on_gpu(platform: str, static: Static, *arrays) -> list[Any]:
     from heedful.jax.gpu import programs as gpu
 
-    given, update = static.named(arrays), static.update
+    by_name, update = static.named(arrays), static.update
     problem = primitives.problem(
-        static.attention, static.of_attention(given, given["cache_seqlens"])
+        static.attention, static.of_attention(by_name, by_name["cache_seqlens"])
     )
-    x = Operands(**{name: given.get(name) for name in Operands._fields})
-    new = {name: given[name] for name in given if name not in Operands._fields}
+    x = Operands(**{name: by_name.get(name) for name in Operands._fields})
+    new = {name: by_name[name] for name in by_name if name not in Operands._fields}
     plan = local.planned(platform, problem, static.attention.options.backend)
-    changed = cache_update.changed(given)
+    changed = cache_update.changed(by_name)
     return gpu.step(plan, x, new, changed, update.interleaved, update.position0)
 
 

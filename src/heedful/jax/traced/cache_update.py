@@ -47,10 +47,10 @@ def extended(x: Operands, update: CacheUpdate, start: Array, problem: AttentionP
 
     start: int32 (B,), where they go in each sequence's storage.
     """
-    given, static = arrays_of(x, update, start, problem)
-    given = sharding.alike(given)
-    results = update_p.bind(*map(lax.stop_gradient, given.values()), static=static)
-    made = named_results(results, given)
+    by_name, static = arrays_of(x, update, start, problem)
+    by_name = sharding.alike(by_name)
+    results = update_p.bind(*map(lax.stop_gradient, by_name.values()), static=static)
+    made = named_results(results, by_name)
     return x._replace(seqused_k=made.pop("cache_seqlens"), **made)
 
 
@@ -64,8 +64,8 @@ def arrays_of(
         arrays |= {name: getattr(update, name) for name in _TABLES} | {"q": x.q}
     if _quantises(update.k, x.k):
         arrays |= {name: getattr(x, name) for name in _SCALES}
-    given = {name: jnp.asarray(a) for name, a in arrays.items() if a is not None}
-    return given, _static(tuple(given), update, problem)
+    by_name = {name: jnp.asarray(a) for name, a in arrays.items() if a is not None}
+    return by_name, _static(tuple(by_name), update, problem)
 
 
 def rotated_only(
@@ -93,40 +93,40 @@ def _quantises(new: Any, cache: Any) -> bool:
     return new.dtype != cache.dtype
 
 
-def changed(given: dict[str, Any]) -> list[str]:
+def changed(by_name: dict[str, Any]) -> list[str]:
     """The caches, and scales and shifts of groups, that an update of these arrays or types writes,
     in order."""
-    if not _quantises(given["k_new"], given["k"]):
+    if not _quantises(by_name["k_new"], by_name["k"]):
         return ["k", "v"]
-    scales = ((name, given.get(name)) for name in _SCALES)
+    scales = ((name, by_name.get(name)) for name in _SCALES)
     return ["k", "v", *(name for name, x in scales if x is not None and _of_groups(x))]
 
 
-def _results(given: dict[str, Any]) -> list[str]:
+def _results(by_name: dict[str, Any]) -> list[str]:
     """The arrays that an update of these arrays or types makes anew, in order. Its cache_seqlens
     count the new tokens."""
-    return [*changed(given), "cache_seqlens", *(["q"] if "rotary_cos" in given else [])]
+    return [*changed(by_name), "cache_seqlens", *(["q"] if "rotary_cos" in by_name else [])]
 
 
-def named_results(results: list[Any], given: dict[str, Any]) -> dict[str, Any]:
+def named_results(results: list[Any], by_name: dict[str, Any]) -> dict[str, Any]:
     """The results of an update of these arrays or types, by name."""
-    return dict(zip(_results(given), results, strict=True))
+    return dict(zip(_results(by_name), results, strict=True))
 
 
 update_p = new_primitive("heedful_cache_update")
 
 
 def _type(*types, static: Static):
-    given = static.named(types)
-    made = [ShapedArray(given[name].shape, given[name].dtype) for name in _results(given)]
+    by_name = static.named(types)
+    made = [ShapedArray(by_name[name].shape, by_name[name].dtype) for name in _results(by_name)]
     return [sharding.varying_like(kind, types) for kind in made]
 
 
 def _batched(arrays, dims, *, static: Static):
     mapped = [jnp.moveaxis(a, d, 0) for a, d in zip(arrays, dims, strict=True) if d is not None]
 
-    def one(own):
-        rest = iter(own)
+    def one(entry):
+        rest = iter(entry)
         whole = [a if d is None else next(rest) for a, d in zip(arrays, dims, strict=True)]
         return update_p.bind(*whole, static=static)
 
@@ -145,17 +145,17 @@ def _lower(platform: str, context, *values, static: Static):
 
 def _spread(static: Static, context):
     """As XLA may share it among devices: by heads, and by batch where each entry has a cache."""
-    given = static.named(context.avals_in)
-    shapes = {name: kind.shape for name, kind in given.items()}
+    by_name = static.named(context.avals_in)
+    shapes = {name: kind.shape for name, kind in by_name.items()}
     shared = "block_table" in shapes or "kv_batch_idx" in shapes
     heads = shapes["k"][-2]
     group = shapes["q"][-2] // heads if "q" in shapes else 1
     rule = sharding.Rule(
         static.names,
         tuple(shapes.values()),
-        tuple((name, shapes[name]) for name in _results(given)),
+        tuple((name, shapes[name]) for name in _results(by_name)),
         sharding.Layout(True, shared, heads, group),
-        lambda given: update_p.bind(*given.values(), static=static),
+        lambda by_name: update_p.bind(*by_name.values(), static=static),
         # Every device writes to the whole of a cache that batch entries share.
         whole=(sharding.BATCH,) if shared else (),
     )
@@ -174,14 +174,14 @@ def _on_gpu(platform: str, static: Static, *arrays):
     from heedful.jax.gpu import programs as gpu
     from heedful.launch.bind import portable_cache
 
-    arch, given = device_spec(platform).arch, static.named(arrays)
-    specs = {name: array_spec(array) for name, array in given.items()}
+    arch, by_name = device_spec(platform).arch, static.named(arrays)
+    specs = {name: array_spec(array) for name, array in by_name.items()}
     # Results that are no operands.
     fresh = {"seqused": specs["cache_seqlens"]}
-    if "q" in given:
-        fresh["rotated"] = ArraySpec.contiguous(given["q"].shape, specs["q"].dtype)
+    if "q" in by_name:
+        fresh["rotated"] = ArraySpec.contiguous(by_name["q"].shape, specs["q"].dtype)
     heads = specs["k_new"].shape[0], specs["k"].shape[2]
-    of_heads = [name for name in _SCALES if name in given and not _of_groups(given[name])]
+    of_heads = [name for name in _SCALES if name in by_name and not _of_groups(by_name[name])]
     whole = {name: gpu.expanded(specs[name], heads) for name in of_heads}
     made = portable_cache.update(
         specs | whole | fresh,
@@ -190,10 +190,10 @@ def _on_gpu(platform: str, static: Static, *arrays):
         static.advance,
         static.position0,
     )
-    own = {"cache_seqlens": "seqused", "q": "rotated"}
-    names = [own.get(name, name) for name in _results(given)]
+    renamed = {"cache_seqlens": "seqused", "q": "rotated"}
+    names = [renamed.get(name, name) for name in _results(by_name)]
     results = {name: (specs | fresh)[name] for name in names}
-    done = gpu.run(made, arch, given, results, "update")
+    done = gpu.run(made, arch, by_name, results, "update")
     return [done[name] for name in names]
 
 
@@ -201,36 +201,39 @@ def _on_gpu(platform: str, static: Static, *arrays):
 
 
 def _on_cpu(static: Static, *arrays):
-    given = static.named(arrays)
-    new, start = {"k": given["k_new"], "v": given["v_new"]}, given["cache_seqlens"]
-    count, leftpad = new["k"].shape[1], given.get("leftpad_k")
+    by_name = static.named(arrays)
+    new, start = {"k": by_name["k_new"], "v": by_name["v_new"]}, by_name["cache_seqlens"]
+    count, leftpad = new["k"].shape[1], by_name.get("leftpad_k")
     used = jnp.where(start < 0, start, start + count)
     made = {"cache_seqlens": used if leftpad is None else used - leftpad}
-    if "rotary_cos" in given:
-        tables = given["rotary_cos"], given["rotary_sin"], start + static.position0
+    if "rotary_cos" in by_name:
+        tables = by_name["rotary_cos"], by_name["rotary_sin"], start + static.position0
         new["k"] = rotate(new["k"], *tables, static.interleaved)
-        if "q" in given:
-            made["q"] = rotate(given["q"], *tables, static.interleaved, static.advance)
-    where, kept = _places(given, static.page_size, count)
+        if "q" in by_name:
+            made["q"] = rotate(by_name["q"], *tables, static.interleaved, static.advance)
+    where, kept = _places(by_name, static.page_size, count)
     for name, values in new.items():
-        for written, rows in _stored(given, name, values).items():
-            made[written] = _written(given[written], rows, where, kept)
-    return [made[name] for name in _results(given)]
+        for written, rows in _stored(by_name, name, values).items():
+            made[written] = _written(by_name[written], rows, where, kept)
+    return [made[name] for name in _results(by_name)]
 
 
-def _stored(given: dict[str, Array], name: str, new: Array) -> dict[str, Array]:
+def _stored(by_name: dict[str, Array], name: str, new: Array) -> dict[str, Array]:
     """The numbers that go for new values (B, S, G, dim) into the cache `name`; and, of groups of
     values, into their scales and shifts."""
-    cache, scale, shift = (given.get(n) for n in (name, f"{name}_descale", f"{name}_shift"))
+    cache, scale, shift = (by_name.get(n) for n in (name, f"{name}_descale", f"{name}_shift"))
     assert cache is not None
     if not _quantises(new, cache):
         return {name: new}
     storage = "int4" if cache.dtype == jnp.uint8 else dtype_name(cache.dtype)
     if scale is not None and _of_groups(scale):
         size = new.shape[-1] // scale.shape[-1]
-        own, own_shift = group_scales(new, storage, size, shift is not None)
-        made = {name: packed_values(new, storage, own, own_shift), f"{name}_descale": own}
-        return made if own_shift is None else made | {f"{name}_shift": own_shift}
+        new_scale, new_shift = group_scales(new, storage, size, shift is not None)
+        made = {
+            name: packed_values(new, storage, new_scale, new_shift),
+            f"{name}_descale": new_scale,
+        }
+        return made if new_shift is None else made | {f"{name}_shift": new_shift}
     heads = new.shape[0], new.shape[2]
     factor, add = (
         t if t is None else jnp.broadcast_to(t, heads)[:, None, :, None] for t in (scale, shift)
@@ -238,16 +241,16 @@ def _stored(given: dict[str, Array], name: str, new: Array) -> dict[str, Array]:
     return {name: packed_values(new, storage, factor, add)}
 
 
-def _places(given: dict[str, Array], page_size: int, new: int) -> tuple[tuple, Array]:
+def _places(by_name: dict[str, Array], page_size: int, new: int) -> tuple[tuple, Array]:
     """(entry, row) of each new token in its cache, and whether it lies there: (B, new)."""
-    start, cache = given["cache_seqlens"], given["k"]
+    start, cache = by_name["cache_seqlens"], by_name["k"]
     position = start[:, None] + jnp.arange(new, dtype=jnp.int32)[None]
-    table = given.get("block_table")
+    table = by_name.get("block_table")
     capacity = cache.shape[1] * (1 if table is None else table.shape[1])
     kept = (start[:, None] >= 0) & (position < capacity)
     position = jnp.clip(position, 0, capacity - 1)
     if table is None:
-        row = given.get("kv_batch_idx")
+        row = by_name.get("kv_batch_idx")
         row = jnp.arange(start.shape[0], dtype=jnp.int32) if row is None else row
         entry = jnp.broadcast_to(row[:, None], position.shape)
     else:

@@ -107,12 +107,12 @@ def differentiate(
     arrays = {n: None if array is None else jnp.asarray(array) for n, array in saved.items()}
     x, origin, arrays = sharding.alike((x, origin, arrays))
     asked = Static((), options, True, bias_grad)
-    found = primitives.backward(x, origin, **arrays, asked=asked)
+    grads = primitives.backward(x, origin, **arrays, asked=asked)
     if sink is not None:
-        found = found._replace(dsink=found.dsink.astype(sink.dtype))
+        grads = grads._replace(dsink=grads.dsink.astype(sink.dtype))
     if bias is not None and bias_grad:
-        found = found._replace(dbias=found.dbias.reshape(bias.shape))
-    return found
+        grads = grads._replace(dbias=grads.dbias.reshape(bias.shape))
+    return grads
 
 
 def check_arrays(x: Operands, options: Options) -> None:
@@ -167,24 +167,24 @@ def computed(
     """The results of a checked call of adapted arrays."""
     count = 3 if options.return_attn_probs else 2 if options.return_lse else 1
     x, origin = sharding.alike((x, origin))
-    given = Differentiable(x.q, x.k, x.v, x.bias, x.sink)
+    differentiable = Differentiable(x.q, x.k, x.v, x.bias, x.sink)
     rest = x._replace(q=None, k=None, v=None, bias=None, sink=None)
-    results: Any = _attention(Static((), options, top_left=top_left), given, rest, origin)
+    results: Any = _attention(Static((), options, top_left=top_left), differentiable, rest, origin)
     if count == 3 and len(results) == 2:
         results = (*results, jnp.zeros((0,), results[0].dtype))
     return results
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(asked: Static, given: Differentiable, rest: Operands, origin) -> tuple:
-    x = rest._replace(**given._asdict())
+def _attention(asked: Static, differentiable: Differentiable, rest: Operands, origin) -> tuple:
+    x = rest._replace(**differentiable._asdict())
     return _returned(asked.options, primitives.forward(x, origin, asked))
 
 
-def _forward(asked: Static, given, rest, origin):
+def _forward(asked: Static, differentiable, rest, origin):
     """As `_attention`, with what the backward wants."""
-    values, perturbed = _parted((given, rest, origin))
-    given, rest, origin = values
+    values, perturbed = _parted((differentiable, rest, origin))
+    differentiable, rest, origin = values
     for name in CONSTANTS:
         if getattr(perturbed[1], name):
             raise ValueError(
@@ -192,7 +192,7 @@ def _forward(asked: Static, given, rest, origin):
                 f" (pass jax.lax.stop_gradient({name}))"
             )
     bias_grad = bool(perturbed[0].bias)
-    x = rest._replace(**given._asdict())
+    x = rest._replace(**differentiable._asdict())
     asked = asked._replace(needs_grad=True, bias_grad=bias_grad)
     out, lse, *probs = primitives.forward(x, origin, asked)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)

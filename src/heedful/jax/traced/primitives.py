@@ -46,16 +46,16 @@ class Static(NamedTuple):
 
     def operands(self, arrays) -> Operands:
         """The operands alone."""
-        given = self.named(arrays)
-        return Operands(**{n: given.get(n) for n in Operands._fields})
+        by_name = self.named(arrays)
+        return Operands(**{n: by_name.get(n) for n in Operands._fields})
 
 
 @lru_cache(4096)
 def _problem_of(specs: Operands, static: Static) -> AttentionProblem:
     """The problem of operands with these ArraySpecs."""
-    found = describe(AttentionCall(specs, static.options, static.needs_grad, static.bias_grad))
-    mask = replace(found.mask, bottom_right=not static.top_left)
-    return replace(found, mask=mask, keeps_rest=static.keeps_rest)
+    problem_ = describe(AttentionCall(specs, static.options, static.needs_grad, static.bias_grad))
+    mask = replace(problem_.mask, bottom_right=not static.top_left)
+    return replace(problem_, mask=mask, keeps_rest=static.keeps_rest)
 
 
 def problem(static: Static, arrays) -> AttentionProblem:
@@ -70,53 +70,53 @@ def problem(static: Static, arrays) -> AttentionProblem:
 def forward(x: Operands, origin: Array | None, asked: Static) -> tuple:
     """out; lse if the caller or the backward needs it, with its rest if it is kept; probs if the
     options ask. asked: without names."""
-    given = _given(x, origin)
-    static = asked._replace(names=tuple(given))
-    return tuple(forward_p.bind(*given.values(), static=static))
+    by_name = _given(x, origin)
+    static = asked._replace(names=tuple(by_name))
+    return tuple(forward_p.bind(*by_name.values(), static=static))
 
 
 def backward(x: Operands, origin: Array | None, out, lse, dout, dlse, asked: Static) -> Gradients:
     """Gradients of the operands from those of out and lse; dlse may be None. asked: as in
     `forward`."""
-    given = _given(x, origin)
+    by_name = _given(x, origin)
     saved = zip(SAVED, (out, lse, dout, dlse), strict=True)
-    given |= {name: array for name, array in saved if array is not None}
-    static = asked._replace(names=tuple(given))
-    grads = list(backward_p.bind(*given.values(), static=static))
+    by_name |= {name: array for name, array in saved if array is not None}
+    static = asked._replace(names=tuple(by_name))
+    grads = list(backward_p.bind(*by_name.values(), static=static))
     dq, dk, dv = grads[:3]
     dsink = grads.pop() if x.sink is not None else None
     return Gradients(dq, dk, dv, grads[3] if asked.bias_grad else None, dsink)
 
 
 def _given(x: Operands, origin: Array | None) -> dict[str, Array]:
-    given = {name: array for name, array in x._asdict().items() if array is not None}
-    return given if origin is None else {**given, "origin": origin}
+    by_name = {name: array for name, array in x._asdict().items() if array is not None}
+    return by_name if origin is None else {**by_name, "origin": origin}
 
 
 forward_p = new_primitive("heedful_attention")
 backward_p = new_primitive("heedful_attention_backward")
 
 
-def _result(shape: tuple[int, ...], dtype: Any, like) -> Any:
+def _result(shape: tuple[int, ...], dtype: Any, operand) -> Any:
     """The type of a result: it varies over the mesh as what it is made from does."""
     made = ShapedArray(shape, jnp.dtype(dtype))
-    return sharding.varying_like(made, like)
+    return sharding.varying_like(made, operand)
 
 
 def _forward_type(*types, static: Static):
-    found = problem(static, types)
-    results = [_result(found.out_shape, found.out_dtype, types)]
-    vectors = found.makes_lse + found.keeps_rest
-    results += [_result(found.lse_shape, "float32", types) for _ in range(vectors)]
-    if found.return_probs:
-        results.append(_result(found.probs_shape, found.out_dtype, types))
+    facts = problem(static, types)
+    results = [_result(facts.out_shape, facts.out_dtype, types)]
+    vectors = facts.makes_lse + facts.keeps_rest
+    results += [_result(facts.lse_shape, "float32", types) for _ in range(vectors)]
+    if facts.return_probs:
+        results.append(_result(facts.probs_shape, facts.out_dtype, types))
     return results
 
 
 def _backward_type(*types, static: Static):
-    given = static.named(types)
-    wanted = ["q", "k", "v"] + ["bias"] * static.bias_grad + ["sink"] * ("sink" in given)
-    return [_result(given[name].shape, given[name].dtype, types) for name in wanted]
+    by_name = static.named(types)
+    wanted = ["q", "k", "v"] + ["bias"] * static.bias_grad + ["sink"] * ("sink" in by_name)
+    return [_result(by_name[name].shape, by_name[name].dtype, types) for name in wanted]
 
 
 # vmap
@@ -130,11 +130,11 @@ def _batched(primitive, arrays, dims, *, static: Static):
         name: _without(array.shape, dim)
         for name, array, dim in zip(static.names, arrays, dims, strict=True)
     }
-    own = Operands(*(shapes.get(name) for name in Operands._fields))
+    of_entry = Operands(*(shapes.get(name) for name in Operands._fields))
     # Gradients of a sink or a bias sum over the batch, which must not join another's.
     alone = primitive is backward_p and ("sink" in shapes or static.bias_grad)
     flags = [mapped.get(name, False) for name in Operands._fields]
-    if alone or "origin" in shapes or not joins(own, flags, static.options):
+    if alone or "origin" in shapes or not joins(of_entry, flags, static.options):
         return _one_by_one(primitive, arrays, dims, static)
     folded = ("q", "k", "v", *SAVED)
     joined = [
@@ -166,8 +166,8 @@ def _one_by_one(primitive, arrays, dims, static: Static):
         if dim is not None
     ]
 
-    def one(own):
-        rest = iter(own)
+    def one(entry):
+        rest = iter(entry)
         whole = [a if d is None else next(rest) for a, d in zip(arrays, dims, strict=True)]
         return primitive.bind(*whole, static=static)
 
@@ -191,60 +191,60 @@ def _lower(primitive, run, platform: str, context, *values, static: Static):
 
 def _spread(primitive, static: Static, context):
     """The primitive as XLA may share it among devices: each runs it on its part."""
-    found = problem(static, context.avals_in)
+    facts = problem(static, context.avals_in)
     shapes = dict(zip(static.names, (a.shape for a in context.avals_in), strict=True))
-    made = _RESULTS[primitive](static, found)
+    made = _RESULTS[primitive](static, facts)
     results = tuple(zip(made, (a.shape for a in context.avals_out), strict=True))
-    more = _places(static, found)
+    more = _places(static, facts)
     shapes |= {name: array.shape for name, array in more.items()}
-    dense = not found.varlen_q
-    shared = bool(found.page_size or found.kv_batch_idx or found.varlen_k)
-    layout = sharding.Layout(dense, shared, found.heads_k, found.group)
+    dense = not facts.varlen_q
+    shared = bool(facts.page_size or facts.kv_batch_idx or facts.varlen_k)
+    layout = sharding.Layout(dense, shared, facts.heads_k, facts.group)
 
-    def run(given: dict[str, Array]):
-        if "origin" in given:
-            given["origin"] = sharding.shifted(given)
-        return primitive.bind(*given.values(), static=static._replace(names=tuple(given)))
+    def run(by_name: dict[str, Array]):
+        if "origin" in by_name:
+            by_name["origin"] = sharding.shifted(by_name)
+        return primitive.bind(*by_name.values(), static=static._replace(names=tuple(by_name)))
 
     rule = sharding.Rule(tuple(shapes), tuple(shapes.values()), results, layout, run)
     return lambda *arrays: rule.spread()(*arrays, *more.values())
 
 
-def _places(static: Static, found: AttentionProblem) -> dict[str, Array]:
+def _places(static: Static, facts: AttentionProblem) -> dict[str, Array]:
     """Arrays by which a device knows its part of the dropout mask; the function that is spread may
     have no constants."""
-    if not found.dropout_p > 0:
+    if not facts.dropout_p > 0:
         return {}
-    own = {"origin": jnp.array(found.dropout_origin, jnp.uint32)}
-    own = {} if "origin" in static.names else own
-    return own | sharding.places(found.batch, found.heads_q)
+    more = {"origin": jnp.array(facts.dropout_origin, jnp.uint32)}
+    more = {} if "origin" in static.names else more
+    return more | sharding.places(facts.batch, facts.heads_q)
 
 
 _RESULTS = {
-    forward_p: lambda static, found: (
-        ["out"] + ["lse"] * (found.makes_lse + found.keeps_rest) + ["probs"] * found.return_probs
+    forward_p: lambda static, facts: (
+        ["out"] + ["lse"] * (facts.makes_lse + facts.keeps_rest) + ["probs"] * facts.return_probs
     ),
-    backward_p: lambda static, found: (
-        ["dq", "dk", "dv"] + ["dbias"] * static.bias_grad + ["dsink"] * found.sink
+    backward_p: lambda static, facts: (
+        ["dq", "dk", "dv"] + ["dbias"] * static.bias_grad + ["dsink"] * facts.sink
     ),
 }
 
 
 def _run_forward(platform: str, static: Static, *arrays):
-    given = static.named(arrays)
-    found = problem(static, arrays)
+    by_name = static.named(arrays)
+    facts = problem(static, arrays)
     results = local.forward(
-        platform, found, static.operands(arrays), given.get("origin"), static.options.backend
+        platform, facts, static.operands(arrays), by_name.get("origin"), static.options.backend
     )
     return [result for result in results if result is not None]
 
 
 def _run_backward(platform: str, static: Static, *arrays):
-    given = static.named(arrays)
-    found = problem(static, arrays)
-    saved = [given.get(name) for name in SAVED]
+    by_name = static.named(arrays)
+    facts = problem(static, arrays)
+    saved = [by_name.get(name) for name in SAVED]
     x, backend = static.operands(arrays), static.options.backend
-    grads = local.backward(platform, found, x, given.get("origin"), saved, backend)
+    grads = local.backward(platform, facts, x, by_name.get("origin"), saved, backend)
     return [grad for grad in grads if grad is not None]
 
 

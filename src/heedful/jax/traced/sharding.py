@@ -43,11 +43,11 @@ def alike(tree: Any) -> Any:
 
 def varying_like(made: Any, types) -> Any:
     """The type of a result as varying over manual mesh axes as those of the operands do."""
-    like = max(types, key=lambda kind: len(varies_over(kind)))
-    if not varies_over(like):
+    widest = max(types, key=lambda kind: len(varies_over(kind)))
+    if not varies_over(widest):
         return made
-    sharding = NamedSharding(like.sharding.mesh, PartitionSpec())
-    return made.update(sharding=sharding, manual_axis_type=like.manual_axis_type)
+    sharding = NamedSharding(widest.sharding.mesh, PartitionSpec())
+    return made.update(sharding=sharding, manual_axis_type=widest.manual_axis_type)
 
 
 def unvaried(context: Any) -> Any:
@@ -89,14 +89,14 @@ class Layout:
 
     def labels(self, name: str, shape: tuple[int, ...]) -> list[str]:
         """A label for each dim; "" for one that may not be spread."""
-        own = self._labels(name, len(shape))
+        letters = self._labels(name, len(shape))
         whole = {HEADS: self.heads_k, GROUPED: self.heads_k * self.group}
         # A dim of 1 is repeated, and stays where it is.
-        found = []
-        for label, n in zip(own, shape, strict=True):
+        labels = []
+        for label, n in zip(letters, shape, strict=True):
             fits = n == whole[label] if label in (HEADS, GROUPED) else n > 1
-            found.append(label if fits else "")
-        return found
+            labels.append(label if fits else "")
+        return labels
 
     def _labels(self, name: str, rank: int) -> list[str]:
         heads, batch = self.query_heads, BATCH if self.dense else ""
@@ -172,20 +172,20 @@ class Rule:
                 labels.append(label)
             return " ".join(labels)
 
-        given = ", ".join(map(words, self.names, self.shapes))
+        inputs = ", ".join(map(words, self.names, self.shapes))
         made = ", ".join(words(*result) for result in self.results)
         # KV heads have a whole dim of their own, that of k, which tells their number.
         sizes = {"r": self.layout.group} if "r" in alone else {}
-        return f"{given} -> {made}", sizes, tuple(alone)
+        return f"{inputs} -> {made}", sizes, tuple(alone)
 
     def _axes(self, arg_shapes) -> dict[str, Any]:
         """Mesh axes by label, from how q lies, as far as they divide what they spread."""
         index = self.names.index("q" if "q" in self.names else "k_new")
-        given, mesh = arg_shapes[index], arg_shapes[index].sharding.mesh
-        spec = (*given.sharding.spec, *[None] * len(given.shape))[: len(given.shape)]
-        found: dict[str, Any] = {}
+        placed, mesh = arg_shapes[index], arg_shapes[index].sharding.mesh
+        spec = (*placed.sharding.spec, *[None] * len(placed.shape))[: len(placed.shape)]
+        by_label: dict[str, Any] = {}
         for label, axes in zip(
-            self.layout.labels(self.names[index], given.shape), spec, strict=True
+            self.layout.labels(self.names[index], placed.shape), spec, strict=True
         ):
             if not label or label in self.whole or axes is None:
                 continue
@@ -194,8 +194,8 @@ class Rule:
             for name in names:
                 count *= mesh.shape[name]
             if label == BATCH or self.layout.heads_k % count == 0:
-                found[BATCH if label == BATCH else HEADS] = names
-        return found
+                by_label[BATCH if label == BATCH else HEADS] = names
+        return by_label
 
     def _sharding(self, mesh, axes: dict[str, Any], name: str, shape) -> NamedSharding:
         labels = self.layout.labels(name, shape)
@@ -208,7 +208,7 @@ class Rule:
 
     def _partition(self, mesh, arg_shapes, result_shapes):
         axes = self._axes(arg_shapes)
-        given = tuple(map(lambda n, s: self._sharding(mesh, axes, n, s), self.names, self.shapes))
+        inputs = tuple(map(lambda n, s: self._sharding(mesh, axes, n, s), self.names, self.shapes))
 
         def part(*arrays):
             with on_one_device():
@@ -216,7 +216,7 @@ class Rule:
             pairs = zip(self.results, made, strict=True)
             return tuple(self._summed(n, s, a, axes) for (n, s), a in pairs)
 
-        return mesh, part, self._infer(mesh, arg_shapes, result_shapes), given
+        return mesh, part, self._infer(mesh, arg_shapes, result_shapes), inputs
 
     def _summed(self, name: str, shape, array: Array, axes: dict[str, Any]) -> Array:
         """Sums gradients of replicated arrays over the devices."""
@@ -238,10 +238,10 @@ def places(batch: int, heads: int) -> dict[str, Array]:
     }
 
 
-def shifted(given: dict[str, Array]) -> Array:
-    """The dropout origin of a device's part. given: that of the whole, and those of `places`, which
-    are taken out."""
-    batch, head = given.pop("batch_index"), given.pop("head_index")
+def shifted(by_name: dict[str, Array]) -> Array:
+    """The dropout origin of a device's part. by_name: that of the whole, and those of `places`,
+    which are taken out."""
+    batch, head = by_name.pop("batch_index"), by_name.pop("head_index")
     zero = jnp.zeros(1, jnp.uint32)
     first = [index[:1] if index.size else zero for index in (batch, head)]
-    return given["origin"] + jnp.concatenate([*first, zero, zero])
+    return by_name["origin"] + jnp.concatenate([*first, zero, zero])

@@ -43,22 +43,22 @@ def one_by_one(run: Callable[..., tuple], x: Operands, options: Options, seed: A
     Raises ValueError naming the argument.
     """
     check_known(x, options.kind)
-    batch, own = x.q.shape[0], {}
+    batch, of_entry = x.q.shape[0], {}
     for name, rank in _OF_BATCH.items():
         array = getattr(x, name)
         if array is None or array.ndim != rank:
             continue
         if array.shape[0] == batch:
-            own[name] = jnp.asarray(array)
+            of_entry[name] = jnp.asarray(array)
         elif name in ("k", "v") or array.shape[0] != 1:
             raise ValueError(f"{name} must have q's batch {batch}, got {array.shape[0]}")
 
-    def entry(given):
-        index, arrays = given
+    def entry(parts):
+        index, arrays = parts
         whole = x._replace(**{name: array[None] for name, array in arrays.items()})
         return run(whole, _at(options, index), seed)
 
-    results = lax.map(entry, (jnp.arange(batch, dtype=jnp.uint32), own))
+    results = lax.map(entry, (jnp.arange(batch, dtype=jnp.uint32), of_entry))
     return tuple(r[:, 0] if r.ndim > 2 else jnp.zeros((0,), r.dtype) for r in results)
 
 

@@ -41,25 +41,25 @@ def range_visible(base, rows, cols, place, mask: Mask):
     """Which keys the ranges of a head show; rows and cols broadcast. Rows that do not exist see
     none."""
     exists = rows < place.seq.len_q
-    at = range_pointers(base, rows, place, mask)
-    begin = tl.load(at, mask=exists, other=0)
-    end = tl.load(at + 1, mask=exists, other=0)
+    pointers = range_pointers(base, rows, place, mask)
+    begin = tl.load(pointers, mask=exists, other=0)
+    end = tl.load(pointers + 1, mask=exists, other=0)
     ok = (cols >= begin) & (cols < end)
     if mask.RANGES == 2:
-        begin = tl.load(at + 2, mask=exists, other=0)
-        end = tl.load(at + 3, mask=exists, other=0)
+        begin = tl.load(pointers + 2, mask=exists, other=0)
+        end = tl.load(pointers + 3, mask=exists, other=0)
         ok |= (cols >= begin) & (cols < end)
     return ok
 
 
 @triton.jit
-def row_range(at, rows_M, place, mask: Mask):
-    """(begin, end) of the range of each row at `at`, cut to the keys that exist and that the window
-    shows, leading keys aside; a range that shows nothing begins at len_k and ends at 0."""
+def row_range(pointers, rows_M, place, mask: Mask):
+    """(begin, end) of the range of each row at `pointers`, cut to the keys that exist and that the
+    window shows, leading keys aside; a range that shows nothing begins at len_k and ends at 0."""
     exists_M = rows_M < place.seq.len_q
     len_k = place.seq.len_k
-    begin_M = tl.maximum(tl.load(at, mask=exists_M, other=0), 0)
-    end_M = tl.minimum(tl.load(at + 1, mask=exists_M, other=0), len_k)
+    begin_M = tl.maximum(tl.load(pointers, mask=exists_M, other=0), 0)
+    end_M = tl.minimum(tl.load(pointers + 1, mask=exists_M, other=0), len_k)
     if mask.HAS_RIGHT:
         end_M = tl.minimum(end_M, rows_M + place.seq.off + mask.right + 1)
     if mask.HAS_LEFT:
@@ -90,14 +90,14 @@ def range_hulls(row, place, mask: Mask, tile: Tile):
     """(hull, other hull) of the rows of a tile from `row` on. They have no tile in common; of the
     other all tiles need a mask, and it is empty where each row has one range."""
     rows_M = row + tl.arange(0, tile.BLOCK_M)
-    at = range_pointers(head_ranges(place.b, place.h, mask), rows_M, place, mask)
+    pointers = range_pointers(head_ranges(place.b, place.h, mask), rows_M, place, mask)
     N: tl.constexpr = tile.BLOCK_N
-    begin_M, end_M = row_range(at, rows_M, place, mask)
+    begin_M, end_M = row_range(pointers, rows_M, place, mask)
     if mask.RANGES == 1:
         hull = hull_of(begin_M, end_M, rows_M, place, mask, N)
         return hull, Hull(0, 0, 0, 0)
     else:
-        begin2_M, end2_M = row_range(at + 2, rows_M, place, mask)
+        begin2_M, end2_M = row_range(pointers + 2, rows_M, place, mask)
         is_first = begin_M <= begin2_M
         low_M = tl.where(is_first, begin_M, begin2_M)
         low_end_M = tl.where(is_first, end_M, end2_M)

@@ -62,10 +62,10 @@ def float8_code(x, STORAGE: tl.constexpr):
 def scaled_by_head(x_ND, scale: Descale, b, g):
     """(values - shift) / scale, with the scale and shift of (batch, KV head); the shift may be
     absent."""
-    at = b * scale.stride_b + g * scale.stride_h
+    offset = b * scale.stride_b + g * scale.stride_h
     if scale.shift is not None:
-        x_ND -= tl.load(scale.shift + at)
-    return tl.math.div_rn(x_ND, tl.zeros_like(x_ND) + tl.load(scale.ptr + at))
+        x_ND -= tl.load(scale.shift + offset)
+    return tl.math.div_rn(x_ND, tl.zeros_like(x_ND) + tl.load(scale.ptr + offset))
 
 
 @triton.jit

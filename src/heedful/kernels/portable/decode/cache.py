@@ -106,26 +106,26 @@ def conversion_by_fma(values, is_bf16, i):
 
 
 @triton.constexpr_function
-def is_by_fma(values, stored, how):
+def is_by_fma(values, stored, method):
     """Whether `conversion_by_fma` converts these stored values."""
-    return how == FMA.value and (values == 4 or (values == 2 and not stored.is_fp8()))
+    return method == FMA.value and (values == 4 or (values == 2 and not stored.is_fp8()))
 
 
 @triton.constexpr_function
-def unit_of(values, stored, dtype, how):
+def unit_of(values, stored, dtype, method):
     """The factor for scores and results of stored values, as their conversion leaves them."""
-    is_short = is_by_fma(values, stored, how) and dtype == tl.bfloat16
+    is_short = is_by_fma(values, stored, method) and dtype == tl.bfloat16
     return INTEGER_UNIT.value if is_short else 1.0
 
 
 @triton.constexpr_function
-def is_float16(values, stored, how):
+def is_float16(values, stored, method):
     """Whether stored values become float16, because that takes the fewest instructions."""
-    return how == FMA.value and values == 2 and stored.is_fp8()
+    return method == FMA.value and values == 2 and stored.is_fp8()
 
 
 @triton.constexpr_function
-def operand_type(values, stored, dtype, how, has_scales):
+def operand_type(values, stored, dtype, method, has_scales):
     """The dtype of keys or values in a product, and of the other operand. dtype: that of the
     queries.
 
@@ -133,7 +133,7 @@ def operand_type(values, stored, dtype, how, has_scales):
     has_scales: the other operand was multiplied by scales of rows, or the values by scales of
     groups. Such numbers may be outside of float16's range, so the product stays in `dtype`.
     """
-    if how == FMA.value and values == 2 and stored.is_fp8() and not has_scales:
+    if method == FMA.value and values == 2 and stored.is_fp8() and not has_scales:
         return tl.float16
     return dtype
 
@@ -147,9 +147,9 @@ def kind_of(stored):
 
 
 @triton.constexpr_function
-def assembly(values, stored, is_bf16, how, i):
+def assembly(values, stored, is_bf16, method, i):
     """The PTX that converts value i of two words."""
-    if is_by_fma(values, stored, how):
+    if is_by_fma(values, stored, method):
         return conversion_by_fma(values, is_bf16, i)
     return conversion(values, kind_of(stored), is_bf16, i)
 
@@ -273,17 +273,17 @@ def load_words(
     base = word_pointer(x.ptr, VALUES) + keys.g * in_words(x.stride_h, BITS) + slice_words
     first, rows = keys.row
     base += first * in_words(x.stride_n, BITS)
-    at = rows * in_words(x.stride_n, BITS)
+    offsets = rows * in_words(x.stride_n, BITS)
     if keys.entry.type.is_block():
-        at += keys.entry * in_words(x.stride_b, BITS)
+        offsets += keys.entry * in_words(x.stride_b, BITS)
     else:
         base += keys.entry * in_words(x.stride_b, BITS)
     words = tl.arange(0, BLOCK)
     if ACROSS:
-        ptrs = base + at[None, :] + words[:, None]
+        ptrs = base + offsets[None, :] + words[:, None]
         ok = keys.exists[None, :]
     else:
-        ptrs = base + at[:, None] + words[None, :]
+        ptrs = base + offsets[:, None] + words[None, :]
         ok = keys.exists[:, None]
     if DIM != BLOCK * VALUES:
         inside = slice_words * VALUES + words * VALUES < DIM
@@ -305,7 +305,7 @@ def fetch_rows(x: Rows, first, place, params, DIM: tl.constexpr):
     pieces = tl.maximum(params.shape.heads_k * ROW // FETCHED, 1)
     piece = place.g * PIECES + tl.arange(0, PIECES)
     row = piece // pieces
-    at = row * stride_n.to(tl.int32) + piece % pieces * FETCHED
+    offsets = row * stride_n.to(tl.int32) + piece % pieces * FETCHED
     entry = cache_row(params.cache, place.b)
     base = word_pointer(x.ptr, VALUES) + entry * in_words(x.stride_b, BITS)
     base += wide(place.seq.token_k + first) * stride_n
@@ -313,7 +313,7 @@ def fetch_rows(x: Rows, first, place, params, DIM: tl.constexpr):
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
         "=r,l,r",
-        [(base + at).to(tl.int64), ok.to(tl.int32)],
+        [(base + offsets).to(tl.int64), ok.to(tl.int32)],
         tl.int32,
         is_pure=False,
         pack=1,
@@ -334,19 +334,19 @@ def descale_rows(x, descale: Descale, keys):
     """(address, offsets [N]) of rows in descale array `x`."""
     first, rows = keys.row
     x += first * descale.stride_n
-    at = rows * descale.stride_n
+    offsets = rows * descale.stride_n
     if keys.entry.type.is_block():
-        at += keys.entry * descale.stride_b
+        offsets += keys.entry * descale.stride_b
     else:
         x += keys.entry * descale.stride_b
-    return x, at
+    return x, offsets
 
 
 @triton.jit
 def group_values(x, descale: Descale, keys, index):
     """The elements of descale array `x` for group `index` of rows, [N]."""
-    base, at = descale_rows(x + keys.g * descale.stride_h + index, descale, keys)
-    return tl.load(base + at, mask=keys.exists, other=0.0)
+    base, offsets = descale_rows(x + keys.g * descale.stride_h + index, descale, keys)
+    return tl.load(base + offsets, mask=keys.exists, other=0.0)
 
 
 @triton.jit
@@ -354,7 +354,7 @@ def of_each_value(
     x, descale: Descale, keys, i: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, params
 ):
     """The elements of descale array `x` for value i of each word of rows, [N, BLOCK]."""
-    x, at = descale_rows(x + keys.g * descale.stride_h, descale, keys)
+    x, offsets = descale_rows(x + keys.g * descale.stride_h, descale, keys)
     KV_GROUP: tl.constexpr = params.descales.KV_GROUP
     VALUES: tl.constexpr = params.tile.VALUES
     WORDS: tl.constexpr = KV_GROUP // VALUES
@@ -364,13 +364,13 @@ def of_each_value(
         GROUPS: tl.constexpr = BLOCK // WORDS
         groups = tl.arange(0, GROUPS)
         ok = keys.exists[:, None] & (groups < DIM // KV_GROUP)[None, :]
-        found = tl.load(x + (at[:, None] + groups[None, :]), mask=ok, other=0.0)
-        N: tl.constexpr = found.shape[0]
-        return tl.reshape(tl.broadcast_to(found[:, :, None], [N, GROUPS, WORDS]), [N, BLOCK])
+        loaded = tl.load(x + (offsets[:, None] + groups[None, :]), mask=ok, other=0.0)
+        N: tl.constexpr = loaded.shape[0]
+        return tl.reshape(tl.broadcast_to(loaded[:, :, None], [N, GROUPS, WORDS]), [N, BLOCK])
     else:
         dims = tl.arange(0, BLOCK) * VALUES + i
         ok = keys.exists[:, None] & (dims < DIM)[None, :]
-        return tl.load(x + (at[:, None] + (dims // KV_GROUP)[None, :]), mask=ok, other=0.0)
+        return tl.load(x + (offsets[:, None] + (dims // KV_GROUP)[None, :]), mask=ok, other=0.0)
 
 
 @triton.jit
@@ -381,8 +381,8 @@ def dequantized(
     multiplied by UNIT."""
     BLOCK: tl.constexpr = values.shape[1]
     scale = of_each_value(descale.ptr, descale, keys, i, DIM, BLOCK, params)
-    found = values.to(tl.float32) * scale
+    scaled = values.to(tl.float32) * scale
     if descale.shift is not None:
         shift = of_each_value(descale.shift, descale, keys, i, DIM, BLOCK, params)
-        found += shift / UNIT
-    return found.to(values.dtype)
+        scaled += shift / UNIT
+    return scaled.to(values.dtype)
