@@ -15,6 +15,7 @@ from heedful.cli.given import planned_device
 from heedful.cli.options import ProblemOptions, with_problem
 from heedful.core.base.arrays import item_bytes
 from heedful.core.base.device import MIB, DeviceSpec
+from heedful.core.call.problem import ITEM_BITS, AttentionProblem
 from heedful.core.planning.plan import Plan, plan, rejected_together, words_of_sequences
 from heedful.core.planning.sizes import Workspace
 from heedful.core.registry.capability import Toolchain
@@ -31,20 +32,42 @@ def explain(
     ] = None,
     backend: Annotated[str | None, typer.Option(help="force this backend")] = None,
     triton: Annotated[str | None, typer.Option(help="plan for this Triton version")] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="predict a forward of the sequences over so many GPUs, too"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Which kernel runs a problem on a device, with which tiles, and why the others do not."""
     try:
         problem = options.problem()
+        spread = [] if ranks is None else _over_ranks(problem, ranks)
         target, tools = planned_device(device)
         decision = plan(problem, target, _with_triton(tools, triton), backend)
         compiler = f"Triton {triton}" if triton else _compiler(tools)
     except ValueError as error:
         fail(escape(str(error)))
     if as_json:
-        out.print_json(json.dumps({**as_data(decision), "compiler": compiler}))
+        data = {**as_data(decision), "compiler": compiler}
+        out.print_json(json.dumps(data if ranks is None else {**data, "ranks": spread}))
     else:
         _show(decision, compiler)
+        for line in spread:
+            out.print(escape(line), soft_wrap=True)
+
+
+def _over_ranks(problem: AttentionProblem, ranks: int) -> list[str]:
+    """The prediction for the sequences under context parallelism. Needs torch."""
+    from heedful.distributed.cost import predicted
+    from heedful.distributed.plan import mask_of
+
+    if problem.seqlen_q != problem.seqlen_k:
+        raise ValueError("ranks must come with as many keys as queries: leave out --seqlen-k")
+    spec = problem.mask
+    mask = mask_of(False, (spec.left, spec.right, spec.first))
+    heads, dims = (problem.heads_q, problem.heads_k), (problem.head_dim, problem.head_dim_v)
+    lengths = [problem.seqlen_q] * problem.batch
+    return predicted(lengths, ranks, mask, heads, dims, ITEM_BITS[problem.dtype] // 8)
 
 
 def _compiler(tools: Toolchain) -> str:

@@ -4,22 +4,24 @@ Rates are those of H100s and H200s that NVLink joins. On other machines the time
 choice hardly changes: it depends on how many bytes are sent while no kernel runs.
 """
 
+from collections.abc import Sequence
 from math import ceil
 
-from heedful.distributed.layouts import BLOCK, Layout, Mask
-from heedful.distributed.schedules import Schedule, gathered
+from heedful.distributed.layouts import BLOCK, LAYOUTS, Layout, Mask, Piece
+from heedful.distributed.schedules import Crossing, Schedule, crossing, spread_heads
 
-# FLOP/s of the forward, and bytes/s that a device receives from another.
-FLOPS = 650e12
-LINK = 250e9
-# A collective's own time, in seconds.
-LATENCY = 30e-6
+# FLOP/s of the forward, and bytes/s that a device receives from another: between what 16k and 64k
+# tokens had on an H200, and 8 and 32 MiB between two.
+FLOPS = 760e12
+LINK = 270e9
+# Packing and a collective's own time, in seconds.
+LATENCY = 40e-6
 # Seconds of the host for one group of heads.
 HOST = 300e-6
 
 
 def head_groups(
-    schedule: Schedule,
+    needs: Crossing | Schedule,
     heads: tuple[int, int],
     dims: tuple[int, int],
     size: int,
@@ -29,8 +31,8 @@ def head_groups(
     rank take longer than all keys. Else the first group is small, since nothing runs before it has
     arrived, but its kernel runs longer than the host needs for the next. In a backward the last
     group is one head: nothing runs beside its gradients."""
-    local, remote = (_compute(tiles, heads[0], dims) for tiles in schedule.fewest)
-    arrive = schedule.most_received * sum(dims) * size * heads[1] / LINK
+    local, remote = (compute(tiles, heads[0], dims) for tiles in needs.fewest)
+    arrive = needs.most_received * sum(dims) * size * heads[1] / LINK
     is_hidden = local >= arrive
     if arrive < LATENCY or heads[1] == 1:
         return [heads[1]], is_hidden
@@ -44,13 +46,12 @@ def gather(
 ) -> float:
     """Seconds of the slowest rank: the first group's keys are waited for, unless local calls take
     as long; the others arrive while a kernel runs."""
-    slowest = 0.0
-    for rank, work in enumerate(layout.tiles(mask)):
-        schedule = gathered(layout, mask, rank)
-        arrive = schedule.rows_received * sum(dims) * size * heads[1] / LINK
-        sizes, is_hidden = head_groups(schedule, heads, dims, size)
+    slowest, needs = 0.0, crossing(layout, mask)
+    sizes, is_hidden = head_groups(needs, heads, dims, size)
+    for received, work in zip(needs.received, layout.tiles(mask), strict=True):
+        arrive = received * sum(dims) * size * heads[1] / LINK
         first = 0.0 if is_hidden else arrive * sizes[0] / heads[1]
-        rest = max(_compute(work, heads[0], dims), arrive - first)
+        rest = max(compute(work, heads[0], dims), arrive - first)
         slowest = max(slowest, LATENCY + first + rest)
     return slowest
 
@@ -65,8 +66,55 @@ def heads(
     keys = max(1.0, heads[1] / ranks) * sum(dims)
     out = heads[0] / ranks * dims[1]
     arrive = foreign * (query + keys + out) * size / LINK
-    return 2 * LATENCY + arrive + _compute(sum(layout.tiles(mask)) / ranks, heads[0], dims)
+    return 2 * LATENCY + arrive + compute(sum(layout.tiles(mask)) / ranks, heads[0], dims)
 
 
-def _compute(tiles: float, heads_q: int, dims: tuple[int, int]) -> float:
+def layout_for(lengths: Sequence[int], mask: Mask) -> tuple[str, str]:
+    """The layout "auto", and why."""
+    if mask.left is not None:
+        return "contiguous", "a window sees few keys of other ranks"
+    if sum(map(bool, lengths)) > 1:
+        return "documents", "short documents stay whole"
+    return "zigzag", "one document"
+
+
+def forwards(
+    layout: Layout, mask: Mask, heads_of: tuple[int, int], dims: tuple[int, int], size: int
+) -> dict[str, float]:
+    """Seconds of a forward by each strategy that can compute it."""
+    found = {"gather": gather(layout, mask, heads_of, dims, size)}
+    try:
+        spread_heads(*heads_of, len(layout.shards))
+    except ValueError:
+        return found
+    return found | {"heads": heads(layout, mask, heads_of, dims, size)}
+
+
+def predicted(
+    lengths: Sequence[int],
+    ranks: int,
+    mask: Mask,
+    heads_of: tuple[int, int],
+    dims: tuple[int, int],
+    size: int,
+) -> list[str]:
+    """Lines on a batch over so many ranks, none of which needs to be there."""
+    name, why = layout_for(lengths, mask)
+    layout = LAYOUTS[name](lengths, ranks, mask)
+    tiles = [mask.tiles(Piece(d, 0, length), length) for d, length in enumerate(lengths)]
+    alone = compute(sum(tiles), heads_of[0], dims)
+    received = crossing(layout, mask).most_received * sum(dims) * size * heads_of[1]
+    lines = [
+        f"{ranks} ranks, layout {name}: {why}; balance {layout.balance(mask):.3f}",
+        f"gather: a rank receives at most {received / 2**20:.1f} MiB of keys and values",
+    ]
+    for strategy, wait in forwards(layout, mask, heads_of, dims, size).items():
+        share = alone / (ranks * wait) if wait else 1.0
+        words = f"{strategy}: a forward of {wait * 1e3:.3f} ms predicted"
+        lines.append(f"{words}, {share:.3f} of {ranks} times one GPU's rate")
+    return lines
+
+
+def compute(tiles: float, heads_q: int, dims: tuple[int, int]) -> float:
+    """Seconds of a kernel that computes so many tiles of each query head."""
     return tiles * BLOCK * BLOCK * 2 * sum(dims) * heads_q / FLOPS

@@ -90,8 +90,8 @@ class Exchange:
         if self._transfer is not None:
             into = [rows for theirs in self._into for rows in theirs]
             if into:
-                copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-                copy(into, self._transfer.wait().split(list(map(len, into))))
+                each = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+                each(into, self._transfer.wait().split(list(map(len, into))))
         self._works, self._transfer = [], None
 
 
@@ -115,3 +115,32 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, int], device: torch.
                 f"plan must get the same {name} on every rank; ranks {odd} have another than the"
                 f" other {len(table) - len(odd)}"
             )
+
+
+def side_by_side(parts: list[Tensor], out: Tensor) -> None:
+    """Copies what two tensors have for each row and head into one of `out`, in wide words."""
+    words = [words_of(x) for x in (*parts, out)]
+    if len({x.dtype for x in words}) > 1:
+        words = [*parts, out]
+    torch.cat(words[:-1], dim=-1, out=words[-1])
+
+
+def copy(into: Tensor, rows: Tensor) -> None:
+    """into.copy_(rows), in wide words."""
+    words = words_of(into), words_of(rows)
+    same = words[0].dtype == words[1].dtype
+    words[0].copy_(words[1]) if same else into.copy_(rows)
+
+
+def words_of(x: Tensor) -> Tensor:
+    """x as words of 8 bytes, if it can be: copies of rows with gaps take an element at a time."""
+    ratio = 8 // x.itemsize
+    steps = *x.stride()[:-1], x.shape[-1], x.storage_offset()
+    fits = x.stride(-1) == 1 and not any(step % ratio for step in steps)
+    return x.view(torch.int64) if fits else x
+
+
+def taken(rows: Tensor, index: Tensor) -> Tensor:
+    """rows[index] along dim 0, of contiguous rows, in wide words."""
+    found = words_of(rows.flatten(1)).index_select(0, index)
+    return found.view(rows.dtype).view(len(index), *rows.shape[1:])

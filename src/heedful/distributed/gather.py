@@ -15,7 +15,7 @@ from torch import Tensor
 
 from heedful.core.call.operands import Gradients
 from heedful.distributed.cost import head_groups
-from heedful.distributed.exchange import Exchange
+from heedful.distributed.exchange import Exchange, copy, side_by_side
 from heedful.distributed.plan import ContextPlan, OnDevice
 from heedful.distributed.schedules import Call
 from heedful.torch import attention_backward, flash_attn_func, flash_attn_varlen_func
@@ -48,28 +48,6 @@ def groups(
         found.append(Group(slice(begin, end), slice(begin * each, end * each)))
         begin = end
     return found, is_hidden
-
-
-def side_by_side(parts: list[Tensor], out: Tensor) -> None:
-    """Copies what two tensors have for each row and head into one of `out`."""
-    words = [_wide(x) for x in (*parts, out)]
-    if len({x.dtype for x in words}) > 1:
-        words = [*parts, out]
-    torch.cat(words[:-1], dim=-1, out=words[-1])
-
-
-def _copy(into: Tensor, rows: Tensor) -> None:
-    words = _wide(into), _wide(rows)
-    same = words[0].dtype == words[1].dtype
-    words[0].copy_(words[1]) if same else into.copy_(rows)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """x as words of 8 bytes, if it can be: copies of rows with gaps take an element at a time."""
-    ratio = 8 // x.itemsize
-    steps = *x.stride()[:-1], x.shape[-1], x.storage_offset()
-    fits = x.stride(-1) == 1 and not any(step % ratio for step in steps)
-    return x.view(torch.int64) if fits else x
 
 
 class Keys:
@@ -254,7 +232,7 @@ def backward(
         if sums is not None:
             sums.send()
         for into, rows in queries:
-            _copy(into, rows)
+            copy(into, rows)
         if sums is not None:
             # The one before has arrived meanwhile.
             for earlier in sent:

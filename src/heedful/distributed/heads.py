@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heedful.distributed.exchange import swap
+from heedful.distributed.exchange import copy, swap, taken
 from heedful.distributed.plan import ContextPlan
 from heedful.distributed.schedules import spread_heads
 from heedful.torch import attention_backward, flash_attn_varlen_func
@@ -20,27 +20,32 @@ def _spans(made: ContextPlan, kind: str) -> list[tuple[int, int]]:
 
 def to_heads(rows: Tensor, made: ContextPlan, spans: list[tuple[int, int]]) -> Tensor:
     """This rank's rows of all heads -> all rows of the batch, in order, of this rank's heads."""
-    sent = torch.cat([rows[:, begin:end].reshape(-1) for begin, end in spans])
     counts = [len(rows) * (end - begin) * rows.shape[-1] for begin, end in spans]
+    sent = rows.new_empty(sum(counts))
+    for (begin, end), part in zip(spans, sent.split(counts), strict=True):
+        copy(part.view(len(rows), end - begin, rows.shape[-1]), rows[:, begin:end])
     begin, end = spans[made.rank]
     width = (end - begin) * rows.shape[-1]
     received = [made.layout.tokens(rank) * width for rank in range(made.ranks)]
     got = swap(made.group, sent, counts, received).wait()
     every = got.view(made.total_tokens, end - begin, rows.shape[-1])
-    return every.index_select(0, made.order(rows.device))
+    return taken(every, made.order(rows.device))
 
 
 def from_heads(every: Tensor, made: ContextPlan, spans: list[tuple[int, int]]) -> Tensor:
     """The reverse of `to_heads`. Where several ranks have a head, their rows are added in
     float32."""
     dim, (begin, end) = every.shape[-1], spans[made.rank]
-    ordered = every.index_select(0, made.rank_order(every.device))
+    ordered = taken(every, made.rank_order(every.device))
     counts = [made.layout.tokens(rank) * (end - begin) * dim for rank in range(made.ranks)]
     received = [made.tokens * (b - a) * dim for a, b in spans]
     got = swap(made.group, ordered.reshape(-1), counts, received).wait().split(received)
     parts = [part.view(made.tokens, b - a, dim) for part, (a, b) in zip(got, spans, strict=True)]
     if len(set(spans)) == len(spans):
-        return torch.cat(parts, dim=1)
+        found = every.new_empty((made.tokens, spans[-1][1], dim))
+        for part, (a, b) in zip(parts, spans, strict=True):
+            copy(found[:, a:b], part)
+        return found
     sums: dict[tuple[int, int], Tensor] = {}
     for part, span in zip(parts, spans, strict=True):
         sums[span] = sums[span] + part if span in sums else part.float()

@@ -6,6 +6,7 @@ of one piece, and a piece's keys begin at a tile of the whole document.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 # Rows and keys of a kernel's tile, which is also the unit of work.
@@ -66,7 +67,7 @@ class Layout:
         """How many rows a rank holds."""
         return sum(map(len, self.shards[rank]))
 
-    @property
+    @cached_property
     def starts(self) -> tuple[int, ...]:
         """The row of each document's first token in the whole batch, and the number of rows."""
         return (0, *accumulate(self.lengths))

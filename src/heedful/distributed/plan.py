@@ -233,7 +233,7 @@ def plan(
     }
     agree(group, {name: _digest(fact) for name, fact in facts.items()}, _device(group))
     ranks = dist.get_world_size(group)
-    name, why = _layout(layout, counts, mask)
+    name, why = cost.layout_for(counts, mask) if layout == "auto" else (layout, "as asked")
     made = LAYOUTS[name](counts, ranks, mask)
     reasons = [f"layout {name}: {why}"]
     chosen, why = _strategy(strategy, made, mask, heads, dims, dtype)
@@ -281,16 +281,6 @@ def _lengths(lengths: Any, cu_seqlens: Tensor | None) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _layout(name: str, counts: tuple[int, ...], mask: Mask) -> tuple[str, str]:
-    if name != "auto":
-        return name, "as asked"
-    if mask.left is not None:
-        return "contiguous", "a window sees few keys of other ranks"
-    if sum(map(bool, counts)) > 1:
-        return "documents", "short documents stay whole"
-    return "zigzag", "one document"
-
-
 def _strategy(
     name: str,
     layout: Layout,
@@ -304,12 +294,9 @@ def _strategy(
         spread_heads(*heads, ranks)
     if name != "auto":
         return name, "as asked"
-    waits = {"gather": cost.gather(layout, mask, heads, dims, dtype.itemsize)}
-    try:
-        spread_heads(*heads, ranks)
-    except ValueError:
+    waits = cost.forwards(layout, mask, heads, dims, dtype.itemsize)
+    if len(waits) < 2:
         return "gather", "heads do not spread evenly over the ranks"
-    waits["heads"] = cost.heads(layout, mask, heads, dims, dtype.itemsize)
     chosen = min(waits, key=lambda which: waits[which])
     told = ", ".join(f"{which} {wait * 1e3:.3f} ms" for which, wait in waits.items())
     return chosen, f"predicted time of a forward: {told}"

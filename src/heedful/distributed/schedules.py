@@ -3,7 +3,11 @@
 Rows are numbered in the order in which a rank holds them.
 """
 
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 
 import numpy as np
 
@@ -55,63 +59,135 @@ class Schedule:
         return sum(run.stop - run.start for runs in self.received for run in runs)
 
 
-def gathered(layout: Layout, mask: Mask, rank: int, one_by_one: bool = False) -> Schedule:
-    """The schedule of a rank. one_by_one: a call for each piece, where what a call takes once, such
-    as the place of its dropout mask, differs between them."""
+# Rows of the batch: the first, and the one after the last.
+Rows = tuple[int, int]
+
+
+class Places:
+    """Where rows of the batch lie that are held in runs, one run after the other."""
+
+    def __init__(self, runs: Iterable[Rows]):
+        held, begin = [], 0
+        for start, end in runs:
+            held.append((start, begin))
+            begin += end - start
+        self.count, self._held = begin, sorted(held)
+        self._starts = [start for start, _ in self._held]
+
+    def of(self, rows: Rows) -> slice:
+        """Rows of one run."""
+        start, begin = self._held[bisect_right(self._starts, rows[0]) - 1]
+        return slice(begin + rows[0] - start, begin + rows[1] - start)
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The rows that ranks need of each other. local[r], remote[r]: the pieces of rank r that see keys of
+    their own piece alone, and the others; seen[r]: the rows whose keys the others see, in order;
+    runs[a][b]: the rows that rank a sends to rank b, each one slice of either's rows; received[r]:
+    how many rank r gets; fewest: as in a Schedule."""
+
+    local: tuple[tuple[Piece, ...], ...]
+    remote: tuple[tuple[Piece, ...], ...]
+    seen: tuple[tuple[Rows, ...], ...]
+    runs: tuple[tuple[tuple[Rows, ...], ...], ...]
+    fewest: tuple[int, int]
+    received: tuple[int, ...]
+
+    @property
+    def most_received(self) -> int:
+        return max(self.received)
+
+    @property
+    def rounds(self) -> int:
+        return max(len(runs) for theirs in self.runs for runs in theirs)
+
+
+@lru_cache(maxsize=8)
+def crossing(layout: Layout, mask: Mask) -> Crossing:
+    """The rows that ranks need of each other: the same on each."""
     ranks = range(len(layout.shards))
-    pieces = [_split(layout, mask, r) for r in ranks]
-    rows = [rows_of(layout, r) for r in ranks]
-    seen = [_seen(layout, mask, remote) for _, remote in pieces]
-    crossing = [[_runs_of(rows[a], seen[b]) if a != b else [] for b in ranks] for a in ranks]
-    needed = seen[rank].copy()
-    for run in (run for runs in crossing[rank] for run in runs):
-        needed[run.start : run.stop] = True
-    place = np.cumsum(needed) - 1
-    held = np.full(layout.starts[-1], -1, np.int64)
-    held[rows[rank]] = np.arange(len(rows[rank]))
-    own = _runs_of(rows[rank], needed)
-    local, remote = pieces[rank]
-    return Schedule(
-        count=int(needed.sum()),
-        own=tuple((_at(held, run), _at(place, run)) for run in own),
-        sent=tuple(tuple(_at(place, run) for run in crossing[rank][r]) for r in ranks),
-        received=tuple(tuple(_at(place, run) for run in crossing[r][rank]) for r in ranks),
-        calls=(
-            *_calls(layout, mask, local, held, held, True, one_by_one),
-            *_calls(layout, mask, remote, held, place, False, one_by_one),
-        ),
-        rounds=max(len(runs) for theirs in crossing for runs in theirs),
-        most_received=max(sum(len(run) for a in ranks for run in crossing[a][r]) for r in ranks),
-        fewest=(
-            _fewest(layout, mask, [a for a, _ in pieces]),
-            _fewest(layout, mask, [b for _, b in pieces]),
-        ),
+    local, remote = zip(*(_split(layout, mask, rank) for rank in ranks), strict=True)
+    seen = tuple(_seen(layout, mask, pieces) for pieces in remote)
+    held = [[_rows(layout, piece) for piece in shard] for shard in layout.shards]
+    runs = tuple(tuple(_runs_of(held[a], seen[b]) if a != b else () for b in ranks) for a in ranks)
+    return Crossing(
+        local,
+        remote,
+        seen,
+        runs,
+        fewest=(_fewest(layout, mask, local), _fewest(layout, mask, remote)),
+        received=tuple(sum(b - a for theirs in runs for a, b in theirs[rank]) for rank in ranks),
     )
 
 
-def _fewest(layout: Layout, mask: Mask, pieces: list[list[Piece]]) -> int:
+def gathered(layout: Layout, mask: Mask, rank: int, one_by_one: bool = False) -> Schedule:
+    """The schedule of a rank. one_by_one: a call for each piece, where what a call takes once, such
+    as the place of its dropout mask, differs between them."""
+    between = crossing(layout, mask)
+    sent, ranks = between.runs[rank], range(len(layout.shards))
+    needed = _union([*between.seen[rank], *(run for runs in sent for run in runs)])
+    rows = [_rows(layout, piece) for piece in layout.shards[rank]]
+    place, held = Places(needed), Places(rows)
+    local, remote = between.local[rank], between.remote[rank]
+    return Schedule(
+        count=place.count,
+        own=tuple((held.of(run), place.of(run)) for run in _runs_of(rows, needed)),
+        sent=tuple(tuple(map(place.of, runs)) for runs in sent),
+        received=tuple(tuple(map(place.of, between.runs[other][rank])) for other in ranks),
+        calls=(
+            *_calls(layout, mask, local, held, held, one_by_one),
+            *_calls(layout, mask, remote, held, place, one_by_one),
+        ),
+        rounds=between.rounds,
+        most_received=between.most_received,
+        fewest=between.fewest,
+    )
+
+
+def _rows(layout: Layout, piece: Piece) -> Rows:
+    start = layout.starts[piece.document]
+    return start + piece.begin, start + piece.end
+
+
+def _fewest(layout: Layout, mask: Mask, pieces: Sequence[Sequence[Piece]]) -> int:
     """The fewest tiles of any rank. pieces: of each."""
     lengths = layout.lengths
     return min(sum(mask.tiles(piece, lengths[piece.document]) for piece in p) for p in pieces)
 
 
-def _at(place: np.ndarray, run: range) -> slice:
-    """Where a run of rows of the batch lies."""
-    first = int(place[run.start])
-    return slice(first, first + len(run))
+def _union(runs: Iterable[Rows]) -> tuple[Rows, ...]:
+    """All rows of the runs, in order, as few runs."""
+    found: list[Rows] = []
+    for begin, end in sorted(runs):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        elif begin < end:
+            found.append((begin, end))
+    return tuple(found)
 
 
-def _runs_of(rows: np.ndarray, is_taken: np.ndarray) -> list[range]:
-    """The taken ones of the rows of the batch that a rank holds, as runs that follow one another
-    both in the batch and on the rank."""
-    held = np.flatnonzero(is_taken[rows])
-    taken = rows[held]
-    ends = np.flatnonzero((np.diff(taken) != 1) | (np.diff(held) != 1)) + 1
-    parts = np.split(taken, ends) if len(taken) else []
-    return [range(int(part[0]), int(part[-1]) + 1) for part in parts]
+def _runs_of(held: Sequence[Rows], taken: tuple[Rows, ...]) -> tuple[Rows, ...]:
+    """The taken ones of the rows that a rank holds, as runs that follow one another both in the
+    batch and on the rank."""
+    found: list[Rows] = []
+    before = None
+    for start, stop in held:
+        index = max(0, bisect_right(taken, (start, start)) - 1)
+        for begin, end in islice(taken, index, None):
+            begin, end = max(begin, start), min(end, stop)
+            if begin < end and begin == before:
+                found[-1] = found[-1][0], end
+            elif begin < end:
+                found.append((begin, end))
+            if end == stop:
+                break
+        # The next piece goes on with this run if both have its border.
+        before = stop if found and found[-1][1] == stop else None
+    return tuple(found)
 
 
-def _split(layout: Layout, mask: Mask, rank: int) -> tuple[list[Piece], list[Piece]]:
+def _split(layout: Layout, mask: Mask, rank: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
     """A rank's pieces, cut into those that see keys of their own piece alone, and the others."""
     local, remote = [], []
     for piece in layout.shards[rank]:
@@ -122,7 +198,7 @@ def _split(layout: Layout, mask: Mask, rank: int) -> tuple[list[Piece], list[Pie
         else:
             cuts = ((piece.begin, piece.end),)
         remote += [Piece(piece.document, a, b) for a, b in cuts if a < b]
-    return local, remote
+    return tuple(local), tuple(remote)
 
 
 def _inner(mask: Mask, piece: Piece, length: int) -> tuple[int, int]:
@@ -136,7 +212,7 @@ def _inner(mask: Mask, piece: Piece, length: int) -> tuple[int, int]:
 
 
 def _calls(
-    layout: Layout, mask: Mask, pieces: list[Piece], held, place, is_local: bool, one_by_one: bool
+    layout: Layout, mask: Mask, pieces: Sequence[Piece], held: Places, place: Places, one_by_one
 ) -> list[Call]:
     """Pieces whose rows follow one another, and whose keys come one after the other, are one call:
     sequences without queries lie between their keys."""
@@ -145,9 +221,9 @@ def _calls(
         length, start = layout.lengths[piece.document], layout.starts[piece.document]
         first, end = mask.keys(piece, length)
         call = Call(
-            is_local=is_local,
-            rows=_at(held, range(start + piece.begin, start + piece.end)),
-            keys=_at(place, range(start + first, start + end)),
+            is_local=place is held,
+            rows=held.of(_rows(layout, piece)),
+            keys=place.of((start + first, start + end)),
             lengths_q=(len(piece),),
             lengths_k=(end - first,),
             pieces=(piece,),
@@ -185,14 +261,10 @@ def _window(mask: Mask, piece: Piece, length: int) -> tuple[int, int]:
     return left, right
 
 
-def _seen(layout: Layout, mask: Mask, pieces: list[Piece]) -> np.ndarray:
-    """For each row of the whole batch whether queries of these pieces see its key."""
-    seen = np.zeros(layout.starts[-1], bool)
-    for piece in pieces:
-        begin, end = mask.keys(piece, layout.lengths[piece.document])
-        start = layout.starts[piece.document]
-        seen[start + begin : start + end] = True
-    return seen
+def _seen(layout: Layout, mask: Mask, pieces: Sequence[Piece]) -> tuple[Rows, ...]:
+    """The rows of the batch whose keys queries of these pieces see."""
+    ranges = [(p.document, *mask.keys(p, layout.lengths[p.document])) for p in pieces]
+    return _union(_rows(layout, Piece(*one)) for one in ranges)
 
 
 def rows_of(layout: Layout, rank: int) -> np.ndarray:

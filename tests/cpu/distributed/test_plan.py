@@ -1,7 +1,10 @@
 """A plan: which tokens a rank holds, what ranks agree on, and what becomes of one that dies."""
 
+import json
 import math
 import os
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -10,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heedful.distributed import ContextPlan, attention, plan
+from heedful.distributed import ContextPlan, attention, cost, plan
 from heedful.distributed.layouts import BLOCK, CAUSAL, LAYOUTS, Mask, Piece
 from heedful.distributed.schedules import Schedule, gathered, rows_of, spread_heads
 from support.runs.ranks import Ranks
@@ -240,6 +243,35 @@ def test_explain_says_why_and_what_each_rank_does(ranks):
     assert "layout documents: short documents stay whole" in first
     assert "strategy gather: heads do not spread evenly over the ranks" in first
     assert "balance " in first and "rank 2: " in first
+
+
+def predicted(options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "heedful", "explain", "--device", "H200", "--json"]
+    return subprocess.run([*command, *options.split()], capture_output=True, text=True)
+
+
+def test_a_forward_over_ranks_that_are_not_there_is_predicted():
+    shown = predicted("-b 1 -s 131072 -n 32 --heads-k 8 --causal --ranks 64")
+    layout, received, *strategies = json.loads(shown.stdout)["ranks"]
+    assert layout == "64 ranks, layout zigzag: one document; balance 1.000"
+    # The first rank sees all keys, and holds a 64th of them.
+    assert f"at most {131072 * 63 / 64 * 8 * 256 * 2 / 2**20:.1f} MiB" in received
+    # 32 query heads over 8 of keys do not spread over 64 ranks.
+    assert [line.split(":")[0] for line in strategies] == ["gather"]
+    few = predicted("-s 4096 --seqlen-k 77 --ranks 2")
+    assert few.returncode == 2 and "as many keys as queries" in few.stderr
+
+
+def test_longer_documents_and_fewer_ranks_waste_less():
+    def share(length: int, ranks: int) -> float:
+        whole, given = [], (CAUSAL, (32, 8), (128, 128), 2)
+        for count in (1, ranks):
+            layout = LAYOUTS["zigzag"]([length], count, CAUSAL)
+            whole.append(cost.forwards(layout, *given)["gather"])
+        return whole[0] / (ranks * whole[1])
+
+    assert share(8192, 2) < share(16384, 2) < share(131072, 2) <= 1
+    assert share(65536, 8) < share(65536, 4) < share(65536, 2)
 
 
 def dies(rank: int, count: int, when: str) -> tuple[str, float]:
