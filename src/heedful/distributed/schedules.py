@@ -82,10 +82,10 @@ class Places:
 
 @dataclass(frozen=True)
 class Crossing:
-    """The rows that ranks need of each other. local[r], remote[r]: the pieces of rank r that see keys of
-    their own piece alone, and the others; seen[r]: the rows whose keys the others see, in order;
-    runs[a][b]: the rows that rank a sends to rank b, each one slice of either's rows; received[r]:
-    how many rank r gets; fewest: as in a Schedule."""
+    """The rows that ranks need of each other. local[r], remote[r]: the pieces of rank r that see
+    keys of their own piece alone, and the others; seen[r]: the rows whose keys the others see, in
+    order; runs[a][b]: the rows that rank a sends to rank b, each one slice of either's rows;
+    received[r]: how many rank r gets; fewest: as in a Schedule."""
 
     local: tuple[tuple[Piece, ...], ...]
     remote: tuple[tuple[Piece, ...], ...]
