@@ -54,7 +54,8 @@ def attention(
         plan: of `heedful.distributed.plan`.
         dropout_p, softmax_scale, causal, softcap, deterministic, backend: as `flash_attn_func` has
             them, of documents as a whole.
-        window_size: (left, right).
+        window_size: (left, right) or (left, right, first). Under strategy "gather" first keys come
+            without dropout.
         alibi_slopes: float32 (heads_q,). With strategy "gather" under causal masks alone.
         sink: float (heads_q,). Its gradient on a rank comes from that rank's queries or heads; the
             sum over ranks is the whole gradient, as for any other weight.
@@ -130,9 +131,16 @@ def _check(q, k, v, plan: ContextPlan, mask: Mask, dropout_p, seed, alibi_slopes
     for name, x in (("sink", sink), ("alibi_slopes", alibi_slopes)):
         if x is not None and tuple(x.shape) != (plan.heads[0],):
             raise ValueError(f"{name} must be ({plan.heads[0]},), got {tuple(x.shape)}")
-    if alibi_slopes is not None and plan.strategy == "gather" and mask.right != 0:
+    if plan.strategy != "gather":
+        return
+    if alibi_slopes is not None and (mask.right != 0 or mask.first):
         raise ValueError(
-            "alibi_slopes must come with causal=True under strategy 'gather': take 'heads'"
+            "alibi_slopes must come with causal=True and without window_size[2] under strategy"
+            " 'gather': take 'heads'"
+        )
+    if dropout_p and mask.first:
+        raise ValueError(
+            "dropout_p must be 0 with window_size[2] under strategy 'gather': take 'heads'"
         )
 
 
@@ -169,5 +177,6 @@ class _Attention(torch.autograd.Function):
         return *found, None, None, None
 
 
-def _window(mask: Mask) -> tuple[int, int]:
-    return -1 if mask.left is None else mask.left, -1 if mask.right is None else mask.right
+def _window(mask: Mask) -> tuple[int, ...]:
+    bounds = -1 if mask.left is None else mask.left, -1 if mask.right is None else mask.right
+    return (*bounds, mask.first) if mask.first else bounds

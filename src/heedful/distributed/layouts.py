@@ -31,16 +31,22 @@ class Piece:
 @dataclass(frozen=True)
 class Mask:
     """Which keys of its document a query at position i sees: those from i - left to i + right; None
-    means no bound."""
+    means no bound. Left of it the `first` keys of the document stay visible."""
 
     left: int | None = None
     right: int | None = 0
+    first: int = 0
 
     def keys(self, piece: Piece, length: int) -> tuple[int, int]:
-        """[begin, end) of the keys that a piece of a document of this length sees."""
+        """[begin, end) of the keys that a piece of a document of this length sees, but for those of
+        `leading`."""
         begin = 0 if self.left is None else max(0, piece.begin - self.left)
         end = length if self.right is None else min(length, piece.end + self.right)
-        return begin, end
+        return 0 if begin <= self.first else begin, end
+
+    def leading(self, piece: Piece, length: int) -> int:
+        """How many of the first keys it sees that lie apart from `keys`."""
+        return self.first if self.keys(piece, length)[0] else 0
 
     def tiles(self, piece: Piece, length: int) -> int:
         """How many tiles of BLOCK rows and BLOCK keys a piece's attention computes."""
@@ -48,7 +54,7 @@ class Mask:
         for begin in range(piece.begin, piece.end, BLOCK):
             rows = Piece(piece.document, begin, min(begin + BLOCK, piece.end))
             first, end = self.keys(rows, length)
-            count += -(-end // BLOCK) - first // BLOCK
+            count += -(-end // BLOCK) - first // BLOCK + -(-self.leading(rows, length) // BLOCK)
         return count
 
 

@@ -226,7 +226,7 @@ def plan(
         "heads": heads,
         "head dims": dims,
         "dtype": str(dtype),
-        "mask": (mask.left, mask.right),
+        "mask": (mask.left, mask.right, mask.first),
         "layout": layout,
         "strategy": strategy,
         "options": sorted((options or {}).items()),
@@ -244,13 +244,8 @@ def plan(
 def mask_of(causal: Any, window_size: Any) -> Mask:
     """The mask of these arguments of `flash_attn_func`."""
     spec = MaskSpec.of(causal, window_size)
-    if spec.first:
-        raise ValueError(
-            "window_size[2] must be 0 under context parallelism, got"
-            f" {spec.first}: the first keys of a document may lie on another rank"
-        )
     bounds = (None if bound < 0 else bound for bound in (spec.left, spec.right))
-    return Mask(*bounds)
+    return Mask(*bounds, first=spec.first)
 
 
 def _group(group: Any) -> dist.ProcessGroup | None:

@@ -20,7 +20,8 @@ class Call:
     rank holds, else rows of those that it gathers; rows: this rank's rows, a slice; keys: a slice,
     too; lengths_q, lengths_k: of each sequence, whose keys may belong to nobody; pieces, firsts: of
     those with queries what they are, and the position in its document of the first key; window:
-    (left, right) as that call takes it."""
+    (left, right) or (left, right, first) as that call takes it. First keys that lie apart come at
+    the front of a sequence's keys, perhaps with others behind them that its mask hides."""
 
     is_local: bool
     rows: slice
@@ -29,7 +30,7 @@ class Call:
     lengths_k: tuple[int, ...]
     pieces: tuple[Piece, ...]
     firsts: tuple[int, ...]
-    window: tuple[int, int]
+    window: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ def _inner(mask: Mask, piece: Piece, length: int) -> tuple[int, int]:
     """[begin, end) of the rows of a piece that see no keys outside of it, cut at tiles."""
     begin, end = piece.begin, piece.end
     if begin > 0:
-        begin = end if mask.left is None else begin + -(-mask.left // BLOCK) * BLOCK
+        begin = end if mask.left is None or mask.first else begin + -(-mask.left // BLOCK) * BLOCK
     if end < length:
         end = begin if mask.right is None else end - -(-mask.right // BLOCK) * BLOCK
     return begin, end
@@ -220,12 +221,15 @@ def _calls(
     for piece in pieces:
         length, start = layout.lengths[piece.document], layout.starts[piece.document]
         first, end = mask.keys(piece, length)
+        keys = place.of((start + first, start + end))
+        if mask.leading(piece, length):
+            first, keys = 0, slice(place.of((start, start + 1)).start, keys.stop)
         call = Call(
             is_local=place is held,
             rows=held.of(_rows(layout, piece)),
-            keys=place.of((start + first, start + end)),
+            keys=keys,
             lengths_q=(len(piece),),
-            lengths_k=(end - first,),
+            lengths_k=(keys.stop - keys.start,),
             pieces=(piece,),
             firsts=(first,),
             window=_window(mask, piece, length),
@@ -252,19 +256,23 @@ def _joined(a: Call, b: Call) -> Call | None:
     )
 
 
-def _window(mask: Mask, piece: Piece, length: int) -> tuple[int, int]:
+def _window(mask: Mask, piece: Piece, length: int) -> tuple[int, ...]:
     """The mask as the call of a piece takes it: the last query lies on the last key there, `extra`
     keys further to the right than its own."""
     extra = mask.keys(piece, length)[1] - piece.end
     left = -1 if mask.left is None else mask.left + extra
     right = -1 if mask.right is None else mask.right - extra
-    return left, right
+    return (left, right, mask.first) if mask.first else (left, right)
 
 
 def _seen(layout: Layout, mask: Mask, pieces: Sequence[Piece]) -> tuple[Rows, ...]:
     """The rows of the batch whose keys queries of these pieces see."""
-    ranges = [(p.document, *mask.keys(p, layout.lengths[p.document])) for p in pieces]
-    return _union(_rows(layout, Piece(*one)) for one in ranges)
+    found = []
+    for piece in pieces:
+        start, length = layout.starts[piece.document], layout.lengths[piece.document]
+        begin, end = mask.keys(piece, length)
+        found += [(start, start + mask.leading(piece, length)), (start + begin, start + end)]
+    return _union(found)
 
 
 def rows_of(layout: Layout, rank: int) -> np.ndarray:

@@ -80,7 +80,7 @@ def in_groups(rank: int, count: int, case: Case, layout: str) -> Results | None:
 
 
 @pytest.mark.parametrize(("count", "layout"), [(2, "documents"), (4, "zigzag"), (2, "contiguous")])
-@pytest.mark.parametrize("name", ["window both ways", "sink", "dropout"])
+@pytest.mark.parametrize("name", ["window both ways", "first keys", "dropout"])
 def test_heads_in_groups_and_rows_that_are_sent_in_place_change_nothing(
     groups, name, count, layout
 ):
@@ -156,7 +156,16 @@ def plan_of_rank(rank: int, count: int, **more: Any) -> ContextPlan:
         ({"k_descale": 1}, "", "k_descale is not taken"),
         ({"num_splits": 2}, "", "num_splits is not taken"),
         ({"causaul": True}, "", "unexpected keyword argument 'causaul'"),
-        ({"window_size": (10, 0, 4)}, "", r"window_size\[2\] must be 0"),
+        (
+            {"window_size": (10, 0, 4), "dropout_p": 0.1, "dropout_seed": 1},
+            "",
+            r"dropout_p must be 0 with window_size\[2\]",
+        ),
+        (
+            {"causal": True, "window_size": (10, 0, 4), "alibi_slopes": torch.ones(4)},
+            "",
+            r"without window_size\[2\]",
+        ),
         ({"dropout_p": 0.1}, "", "dropout_seed must be an int"),
         ({"alibi_slopes": torch.ones(4)}, "", "alibi_slopes must come with causal=True"),
         ({"sink": torch.ones(3)}, "", r"sink must be \(4,\)"),

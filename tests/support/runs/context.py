@@ -35,6 +35,7 @@ CASES = {
     "window": packed(window=(100, 0)),
     "window both ways": packed(causal=False, window=(60, 40)),
     "window to the right": packed(causal=False, window=(-1, 30)),
+    "first keys": packed(window=(100, 0, 40), sink=True),
     "sink": packed(sink=True),
     "softcap": packed(softcap=3.0),
     "ALiBi": packed(alibi="h"),
