@@ -21,6 +21,8 @@ _PUBLIC = {
     "merge_attn_states": "heedful.torch",
     "quantize_kv": "heedful.torch",
     "dequantize_kv": "heedful.torch",
+    "pack_latent": "heedful.torch",
+    "unpack_latent": "heedful.torch",
     "explain": "heedful.torch",
     "load_pack": "heedful.launch.code.packs",
     "record": "heedful.launch.record",

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.device import by_name
 from heedful.core.call.mask import MaskSpec
-from heedful.core.call.problem import AttentionProblem
+from heedful.core.call.problem import LATENT_ROW_BYTES, LATENT_ROWS, AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.core.registry.by_hand import forced
 from heedful.inspector.nvidia import disassemble, measure, parse_sass
@@ -48,11 +48,13 @@ PROBLEMS = {
     "MLA, 128 heads": {**MLA, "heads_q": 128, "causal": True, "seqlen_q": 2},
     "MLA over fp8": {**MLA, "heads_q": 16, "page_size": 64, "kv_dtype": "fp8"},
     "MLA over fp8, 128 heads": {**MLA, "heads_q": 128, "kv_dtype": "fp8"},
+    "MLA over fp8 rows": {**MLA, "heads_q": 16, "page_size": 64, "kv_dtype": "fp8_ds_mla"},
+    "MLA over fp8 rows, 128 heads": {**MLA, "heads_q": 128, "kv_dtype": "fp8_ds_mla"},
 }
 CAUSAL = MaskSpec.of(True)
 # Where the loop over keys reloads what it keeps: tiles of 64 rows by 512 of outputs.
 RELOADS = {("MLA, 128 heads", "sm_90"): 32, ("MLA over fp8", "sm_90"): 14}
-RELOADS[("MLA over fp8, 128 heads", "sm_90")] = 102
+RELOADS |= {(f"MLA over fp8{of}, 128 heads", "sm_90"): n for of, n in (("", 102), (" rows", 118))}
 # The same where a decode appends, too: three programs of an SM leave it 168 registers.
 STEP_RELOADS = {("int4 groups", "sm_90"): 8}
 if (compiling().triton or ()) < (3, 9):
@@ -76,6 +78,7 @@ def buffers_of(problem: AttentionProblem) -> dict[str, ArraySpec]:
     """What a call of the problem has, dense."""
     p, dense = problem, ArraySpec.contiguous
     stored, divisor = ("uint8", 2) if p.kv_dtype == "int4" else (p.kv_dtype, 1)
+    is_rows = p.kv_dtype == LATENT_ROWS
     lead = (512, p.page_size) if p.page_size else (p.batch, p.seqlen_k)
     made = {
         "q": dense((p.batch, p.seqlen_q, p.heads_q, p.head_dim), p.dtype),
@@ -91,7 +94,9 @@ def buffers_of(problem: AttentionProblem) -> dict[str, ArraySpec]:
         made["sink"] = dense((p.heads_q,), "float32")
     if p.tree_mask:
         made["tree_mask"] = dense((p.batch, p.seqlen_q, p.seqlen_q), "bool")
-    if p.quantized_kv:
+    if is_rows:
+        made |= dict.fromkeys("kv", dense((*lead, p.heads_k, LATENT_ROW_BYTES), "uint8"))
+    elif p.quantized_kv:
         for name, dim in (("k", p.head_dim), ("v", p.head_dim_v)):
             shape = (*lead, p.heads_k, dim // p.kv_group) if p.kv_group else (p.batch, p.heads_k)
             made[f"{name}_descale"] = dense(shape, "float32")

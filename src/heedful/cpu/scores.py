@@ -11,7 +11,12 @@ import torch
 
 from heedful.core.base.far import far_lse
 from heedful.core.call.operands import Operands
-from heedful.core.call.problem import AttentionProblem
+from heedful.core.call.problem import (
+    LATENT_ROW_DIM_V,
+    LATENT_ROW_GROUP,
+    LATENT_ROWS,
+    AttentionProblem,
+)
 from heedful.cpu.blocks import Block, Scratch, query_rows, whole_vectors
 from heedful.cpu.philox import keep_tile
 
@@ -171,6 +176,9 @@ class Tiles:
         stored = block.keys(storage, cols)
         if self.problem.kv_dtype == "int4":
             stored = unpack_int4(stored)
+        if self.problem.kv_dtype == LATENT_ROWS:
+            dim = self.problem.head_dim if name == "k" else self.problem.head_dim_v
+            stored = latent_values(stored)[..., :dim]
         stored = stored.transpose(1, 2)
         as_is = stored.dtype == (dtype or self.scratch.dtype) and descale is None and shift is None
         if as_is and not ones:
@@ -371,3 +379,13 @@ def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
     """uint8 (..., dim / 2) -> int8 (..., dim), the even value from the low nibble."""
     nibbles = torch.stack([packed & 0xF, packed >> 4], -1).flatten(-2).to(torch.int8)
     return (nibbles ^ 8) - 8
+
+
+def latent_values(packed: torch.Tensor) -> torch.Tensor:
+    """float32 (..., 576) of rows (..., 656)."""
+    ends = LATENT_ROW_DIM_V + LATENT_ROW_DIM_V // LATENT_ROW_GROUP * 4
+    values = packed[..., :LATENT_ROW_DIM_V].contiguous().view(torch.float8_e4m3fn).float()
+    scale = packed[..., LATENT_ROW_DIM_V:ends].contiguous().view(torch.float32)
+    rotary = packed[..., ends:].contiguous().view(torch.bfloat16).float()
+    latent = values.unflatten(-1, (-1, LATENT_ROW_GROUP)) * scale[..., None]
+    return torch.cat([latent.flatten(-2), rotary], -1)

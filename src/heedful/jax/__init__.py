@@ -8,7 +8,7 @@ from heedful.jax.api.dot_product import dot_product_attention
 from heedful.jax.api.gradients import attention_backward
 from heedful.jax.api.kvcache import flash_attn_with_kvcache
 from heedful.jax.api.merge import merge_attn_states
-from heedful.jax.operands.quant import dequantize_kv, quantize_kv
+from heedful.jax.operands.quant import dequantize_kv, pack_latent, quantize_kv, unpack_latent
 
 __all__ = [
     "attention_backward",
@@ -18,5 +18,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "merge_attn_states",
+    "pack_latent",
     "quantize_kv",
+    "unpack_latent",
 ]

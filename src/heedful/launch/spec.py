@@ -27,6 +27,7 @@ TRITON_TYPES = {
     "int8": "i8",
     "uint8": "u8",
     "int4": "u8",
+    "fp8_ds_mla": "u8",
     "bool": "i1",
 }
 

@@ -19,11 +19,11 @@ import torch
 
 from heedful.core.base.far import far_lse
 from heedful.core.call.operands import Gradients, Operands, own_shape
-from heedful.core.call.problem import AttentionProblem
+from heedful.core.call.problem import LATENT_ROWS, AttentionProblem
 from heedful.reference import oracle
 from heedful.reference.convert import as_numpy
 from heedful.reference.philox import keep_mask, keep_scale
-from heedful.reference.quant import unpack_int4
+from heedful.reference.quant import unpack_int4, unpack_latent
 from heedful.reference.sequences import Sequence, sequences
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
@@ -196,6 +196,8 @@ def _gather(problem: AttentionProblem, x: Operands, seq: Sequence):
     v = _dequantized(problem, x.v, x.v_descale, x.v_shift, seq.batch, keys)
     # fp8 values times a descale stay in float32: the product is inside the matmul.
     twin = torch.float32 if x.q.dtype in FP8 else x.q.dtype
+    # Rows of latent vectors have columns that are key alone.
+    v = v[..., : problem.head_dim_v]
     q, k, v = (a.to(twin).transpose(0, 1) for a in (q, k, v))
     return q, k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
 
@@ -206,6 +208,8 @@ def _dequantized(problem: AttentionProblem, stored, descale, shift, batch: int, 
     values = (values.float() if stored.dtype in FP8 else values)[keys]
     if problem.kv_dtype == "int4":
         values = torch.from_numpy(unpack_int4(values.cpu().numpy())).to(stored.device)
+    if problem.kv_dtype == LATENT_ROWS:
+        values = torch.from_numpy(unpack_latent(values.cpu().numpy())).float().to(stored.device)
     for factor, combine in ((descale, torch.mul), (shift, torch.add)):
         if factor is not None and problem.kv_group:
             spread = _flat(factor)[keys].repeat_interleave(problem.kv_group, -1)

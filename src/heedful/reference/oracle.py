@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from heedful.core.call.operands import Gradients, Operands, own_shape
-from heedful.core.call.problem import AttentionProblem
+from heedful.core.call.problem import LATENT_ROWS, AttentionProblem
 from heedful.reference.philox import keep_mask, keep_scale
-from heedful.reference.quant import dequantize, unpack_int4
+from heedful.reference.quant import dequantize, unpack_int4, unpack_latent
 from heedful.reference.sequences import Sequence, sequences
 
 
@@ -257,6 +257,8 @@ def _gather(problem: AttentionProblem, x: Operands, seq: Sequence):
         q = q * np.repeat(np.asarray(x.q_descale, np.float64)[seq.batch], problem.group)[:, None]
     k = _dequantized(problem, x.k, x.k_descale, x.k_shift, seq.batch, keys)
     v = _dequantized(problem, x.v, x.v_descale, x.v_shift, seq.batch, keys)
+    # Rows of latent vectors have columns that are key alone.
+    v = v[..., : problem.head_dim_v]
     return tuple(a.swapaxes(0, 1) for a in (q, k, v))
 
 
@@ -265,6 +267,8 @@ def _dequantized(problem: AttentionProblem, stored, descale, shift, batch: int, 
     values = _flat(stored)[keys]
     if problem.kv_dtype == "int4":
         values = unpack_int4(values)
+    if problem.kv_dtype == LATENT_ROWS:
+        values = unpack_latent(values)
     pick = (lambda a: _flat(a)[keys]) if problem.kv_group else (lambda a: a[batch])
     descale, shift = (None if a is None else pick(a) for a in (descale, shift))
     return dequantize(values, descale, shift, problem.kv_group)

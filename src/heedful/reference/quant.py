@@ -6,6 +6,7 @@ int4 packs two values a byte, two's complement, the even one in the low nibble.
 
 import numpy as np
 
+from heedful.core.call.problem import LATENT_ROW_DIM_V, LATENT_ROW_GROUP
 from heedful.core.call.quant import QUANT_MAX
 
 
@@ -20,6 +21,30 @@ def pack_int4(values: np.ndarray) -> np.ndarray:
     """Integers in [-8, 7] (..., dim), dim even -> uint8 (..., dim / 2)."""
     nibbles = np.asarray(values).astype(np.int8).astype(np.uint8) & 0xF
     return nibbles[..., ::2] | (nibbles[..., 1::2] << 4)
+
+
+def e4m3_values(stored) -> np.ndarray:
+    """float8_e4m3fn bytes in float64: 1 bit of sign, 4 of exponent with bias 7, 3 of mantissa."""
+    bits = np.asarray(stored).astype(np.int64)
+    exponent, mantissa = bits >> 3 & 15, bits & 7
+    size = np.where(
+        exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent.astype(float) - 10)
+    )
+    size = np.where(bits & 127 == 127, np.nan, size)
+    return np.where(bits & 128, -size, size)
+
+
+def unpack_latent(rows) -> np.ndarray:
+    """Latent vectors (..., 576) in float64 from rows of bytes (..., 656): e4m3 values, float32
+    scales, and bfloat16 values, which are the upper halves of float32."""
+    rows = np.ascontiguousarray(rows).astype(np.uint8)
+    values, rest = rows[..., :LATENT_ROW_DIM_V], rows[..., LATENT_ROW_DIM_V:]
+    ends = LATENT_ROW_DIM_V // LATENT_ROW_GROUP * 4
+    scales = np.ascontiguousarray(rest[..., :ends]).view("<f4").astype(np.float64)
+    halves = np.ascontiguousarray(rest[..., ends:]).view("<u2").astype(np.uint32) << 16
+    rotary = halves.view(np.float32).astype(np.float64)
+    latent = e4m3_values(values) * np.repeat(scales, LATENT_ROW_GROUP, -1)
+    return np.concatenate([latent, rotary], -1)
 
 
 def dequantize(stored, descale=None, shift=None, group: int = 0) -> np.ndarray:

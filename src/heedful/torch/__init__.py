@@ -11,7 +11,7 @@ from heedful.torch.api.packed import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from heedful.torch.operands.quant import dequantize_kv, quantize_kv
+from heedful.torch.operands.quant import dequantize_kv, pack_latent, quantize_kv, unpack_latent
 
 __all__ = [
     "attention_backward",
@@ -25,5 +25,7 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "merge_attn_states",
+    "pack_latent",
     "quantize_kv",
+    "unpack_latent",
 ]

@@ -136,6 +136,16 @@ WIDE = (
     replace(MLA, head_dim=128, head_dim_v=128, heads_k=2),
     replace(MLA, head_dim=192, head_dim_v=128, kv_dtype="float8_e4m3fn"),
 )
+# The same over 8 bits: with scales of heads, and in rows of 656 bytes.
+LATENT_8 = [
+    replace(case, kv_dtype=stored, layout="contiguous", dtype=dtype)
+    for stored, dtype in (
+        ("float8_e4m3fn", "bfloat16"),
+        ("float8_e4m3fn", "float16"),
+        ("fp8_ds_mla", "bfloat16"),
+    )
+    for case in WIDE[:7]
+]
 
 
 @pytest.mark.parametrize("size", (2.0**20, 2.0**-20))
@@ -152,7 +162,7 @@ def test_queries_that_float16_cannot_hold_meet_stored_floats_alike(size):
 
 
 @pytest.mark.parametrize("num_splits", (0, 1, 3))
-@pytest.mark.parametrize("case", WIDE, ids=str)
+@pytest.mark.parametrize("case", (*WIDE, *LATENT_8), ids=str)
 def test_values_that_lie_in_keys_are_within_the_error_budget(case, num_splits):
     run(Prepared("decode/portable"), replace(case, num_splits=num_splits), "cuda")
 
@@ -167,6 +177,33 @@ def test_a_call_over_latent_vectors_runs_a_kernel_that_reads_them_once():
     assert "forward   decode/" in text
     got = heedful.flash_attn_with_kvcache(q, latent, latent[..., :512], **given)
     assert got[0].any() and not got[2].any()
+
+
+@pytest.mark.parametrize("heads", (16, 128))
+@pytest.mark.parametrize("is_rows", (False, True))
+def test_a_replayed_graph_over_latent_vectors_of_8_bits_reads_lengths_anew(is_rows, heads):
+    latent = torch.randn(40, 64, 1, 576, device="cuda", dtype=torch.bfloat16)
+    stored = heedful.pack_latent(latent) if is_rows else latent.to(torch.float8_e4m3fn)
+    values = stored if is_rows else stored[..., :512]
+    q = torch.randn(4, 1, heads, 576, device="cuda", dtype=torch.bfloat16)
+    table = torch.randperm(40, device="cuda").int().view(4, 10)
+    lengths = torch.tensor([640, 1, 0, 333], dtype=torch.int32, device="cuda")
+
+    def step():
+        return heedful.flash_attn_with_kvcache(
+            q, stored, values, cache_seqlens=lengths, block_table=table
+        )
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    draw = random.Random(0)
+    for _ in range(20):
+        new = [draw.choice((0, 1, draw.randrange(640), 640, -1)) for _ in range(4)]
+        lengths.copy_(torch.tensor(new, dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(out, step())
 
 
 VARIANTS = distinct(60, _variant)

@@ -13,10 +13,11 @@ import torch
 
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.operands import Operands
-from heedful.core.call.problem import ITEM_BITS, AttentionProblem
+from heedful.core.call.problem import ITEM_BITS, LATENT_ROWS, AttentionProblem
 from heedful.core.call.storage import storage
 from heedful.reference.sequences import sequences
 from heedful.torch.base.arrays import array_spec
+from heedful.torch.operands.quant import pack_latent
 
 # Another number, another draw of every case (`make test-random`).
 FRESH = int(os.environ.get("TEST_SEED", "0"))
@@ -143,7 +144,7 @@ def build(
     dout, dlse = (None if t is None else _to(t, device) for t in (dout, dlse))
     x = Operands(*moved)
     if case.v_in_k:
-        x = x._replace(v=x.k[..., : problem.head_dim_v])
+        x = x._replace(v=x.k[..., : x.v.shape[-1]])
     return Built(case, problem, x, dout, dlse)
 
 
@@ -156,7 +157,7 @@ def _to(tensor: torch.Tensor, device) -> torch.Tensor:
 
 
 def _torch_dtype(name: str) -> torch.dtype:
-    return torch.uint8 if name == "int4" else getattr(torch, name)
+    return torch.uint8 if name in ("int4", LATENT_ROWS) else getattr(torch, name)
 
 
 def _randn(values: torch.Generator, shape, dtype: str) -> torch.Tensor:
@@ -249,7 +250,7 @@ def _arrays(case: Case, x: Operands, values: torch.Generator) -> dict:
             made[f"{name}_descale"] = scales
     made |= {name: _laid_out(made[name], case.layout) for name in ("q", "k", "v")}
     if case.v_in_k:
-        made["v"] = made["k"][..., :dim_v]
+        made["v"] = made["k"] if case.kv_dtype == LATENT_ROWS else made["k"][..., :dim_v]
     made |= _score_arrays(case, values)
     if x.key_ranges is not None and x.cu_seqlens_q is None:
         rows = case.batch, case.heads_q, case.seqlen_q
@@ -282,6 +283,9 @@ def _score_arrays(case: Case, values: torch.Generator) -> dict:
 def _quantized(case: Case, name: str, tokens: tuple[int, ...], dim: int, values) -> dict:
     """A quantised cache whose real values are about standard normal."""
     made: dict = {}
+    if case.kv_dtype == LATENT_ROWS:
+        x = torch.randn((*tokens, case.head_dim), generator=values)
+        return {name: pack_latent(x * torch.rand((*tokens, 1), generator=values) * 1.7)}
     top = {"int8": 127, "int4": 7}.get(case.kv_dtype, 0)
     if top:
         stored = torch.randint(-top, top + 1, (*tokens, dim), generator=values)
@@ -375,6 +379,8 @@ def _poison(problem: AttentionProblem, x: Operands, dout, dlse) -> None:
         if not unused.any():
             continue
         poison = torch.full((), 127 if tensor.dtype in (torch.int8, torch.uint8) else math.nan)
+        if problem.kv_dtype == LATENT_ROWS and tensor.dtype == torch.uint8:
+            poison = torch.full((), 255)
         bits = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
         bits[unused] = poison.to(tensor.dtype).view(bits.dtype)
     if dlse is not None:

@@ -19,6 +19,10 @@ from heedful.core.call.mask import MaskSpec
 from heedful.core.call.operands import LENGTHS, SCALES, Operands
 from heedful.core.call.problem import (
     ITEM_BITS,
+    LATENT_ROW_BYTES,
+    LATENT_ROW_DIM,
+    LATENT_ROW_DIM_V,
+    LATENT_ROWS,
     MAX_HEAD_DIM,
     MAX_HEAD_DIM_V,
     AttentionProblem,
@@ -223,7 +227,7 @@ def _check_dtypes(call: AttentionCall) -> tuple[str, str]:
     if x.k.dtype == dtype:
         kv_dtype = dtype
     elif kind != "dense" and dtype in FLOATS and x.k.dtype in QUANTIZED:
-        kv_dtype = QUANTIZED[x.k.dtype]
+        kv_dtype = LATENT_ROWS if has_latent_rows(x.k) else QUANTIZED[x.k.dtype]
     else:
         hint = ""
         if kind != "dense":
@@ -253,6 +257,8 @@ def _check_shapes(x: Operands, options: Options, sizes: _Sizes, kv_dtype: str) -
             f"k_cache must have q's batch {q[0]} where neither cache_batch_idx nor"
             f" block_table is given, got {k[0]}"
         )
+    if kv_dtype == LATENT_ROWS:
+        _check_latent_rows(x, sizes, k_name, v_name)
     packing = 2 if kv_dtype == "int4" else 1
     for name, dim, most in (
         ("q", sizes.head_dim, MAX_HEAD_DIM),
@@ -260,7 +266,7 @@ def _check_shapes(x: Operands, options: Options, sizes: _Sizes, kv_dtype: str) -
     ):
         if not 1 <= dim <= most:
             raise ValueError(f"{name} must have a head_dim of 1 to {most}, got {dim}")
-    if k[-1] * packing != sizes.head_dim:
+    if kv_dtype != LATENT_ROWS and k[-1] * packing != sizes.head_dim:
         raise ValueError(
             f"{k_name} must have q's head_dim {sizes.head_dim}"
             + (" (two values a byte)" if packing == 2 else "")
@@ -283,6 +289,23 @@ def _check_shapes(x: Operands, options: Options, sizes: _Sizes, kv_dtype: str) -
         check_last_dim(v_name, x.v)
     if x.block_table is not None:
         _check_pages(x, sizes, k_name)
+
+
+def _check_latent_rows(x: Operands, sizes: _Sizes, k_name: str, v_name: str) -> None:
+    """Raises ValueError unless q and v belong to rows of latent vectors."""
+    words = f"beside {k_name} of {LATENT_ROW_BYTES} bytes a row"
+    if sizes.head_dim != LATENT_ROW_DIM:
+        raise ValueError(
+            f"q must have a head_dim of {LATENT_ROW_DIM} {words}, got {sizes.head_dim}"
+        )
+    if not has_latent_rows(x.v):
+        raise ValueError(
+            f"{v_name} must be {k_name} itself {words}, which have the values, got"
+            f" {x.v.shape[-1]} bytes a row"
+        )
+    for name in SCALES:
+        if getattr(x, name) is not None:
+            raise ValueError(f"{name} must be None {words}, which have scales, got an array")
 
 
 def _check_pages(x: Operands, sizes: _Sizes, k_name: str) -> None:
@@ -476,7 +499,14 @@ def check_seed(seed: int) -> None:
 
 def head_dim_v(v: ArraySpec) -> int:
     """Values in a row of v, of which one byte may hold two."""
+    if has_latent_rows(v):
+        return LATENT_ROW_DIM_V
     return v.shape[-1] * (2 if v.dtype == "uint8" else 1)
+
+
+def has_latent_rows(stored: ArraySpec) -> bool:
+    """Whether an array has rows of `LATENT_ROWS`. As int4 they would have too many values."""
+    return stored.dtype == "uint8" and stored.shape[-1] == LATENT_ROW_BYTES
 
 
 def check_out(out: ArraySpec, q: ArraySpec, v: ArraySpec) -> None:

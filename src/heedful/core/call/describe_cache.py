@@ -13,7 +13,7 @@ from heedful.core.call.describe import (
     check_writable,
 )
 from heedful.core.call.operands import Operands
-from heedful.core.call.problem import AttentionProblem
+from heedful.core.call.problem import LATENT_ROW_BYTES, LATENT_ROWS, AttentionProblem
 
 
 def check_cache(call: AttentionCall, update: CacheUpdate) -> AttentionProblem:
@@ -29,6 +29,11 @@ def check_cache(call: AttentionCall, update: CacheUpdate) -> AttentionProblem:
         _check_prefix(call.x, problem, update.shared_prefix)
     check_pair("k", update.k, "v", update.v)
     check_pair("rotary_cos", update.rotary_cos, "rotary_sin", update.rotary_sin)
+    if update.k is not None and problem.kv_dtype == LATENT_ROWS:
+        raise ValueError(
+            f"k must be None beside k_cache of {LATENT_ROW_BYTES} bytes a row (write what"
+            " pack_latent makes), got an array"
+        )
     if update.k is not None:
         _check_new_tokens(call.x, problem, update)
     if update.rotary_cos is not None:

@@ -18,7 +18,13 @@ ITEM_BITS = {
     "float8_e5m2": 8,
     "int8": 8,
     "int4": 4,
+    "fp8_ds_mla": 8,
 }
+# Latent vectors in rows of bytes, as FlashMLA and vLLM name and store them: 512 values of e4m3, a
+# float32 scale for each 128 of them, and 64 columns of bfloat16 for rotary positions, which are key
+# alone (https://github.com/deepseek-ai/FlashMLA).
+LATENT_ROWS = "fp8_ds_mla"
+LATENT_ROW_BYTES, LATENT_ROW_DIM, LATENT_ROW_DIM_V, LATENT_ROW_GROUP = 656, 576, 512, 128
 # The largest head dim of V and the output, and that of Q and K, which in MLA have more columns than
 # V, for rotary positions.
 MAX_HEAD_DIM_V, MAX_HEAD_DIM = 512, 576
@@ -48,23 +54,23 @@ class AttentionProblem:
     batch, heads_q, heads_k, seqlen_q, seqlen_k: sizes; the lengths are the largest of the batch.
     head_dim, head_dim_v: of Q and K, and of V and the output. total_q, total_k: packed tokens, None
     where that side is (batch, seqlen, ...). dtype, kv_dtype, out_dtype: names as in torch and
-    NumPy; int4 is two values a byte. scale: multiplies q k^T, at least NO_SCALE in size. softcap: 0
-    is off. dropout_p: 0 is off. used_q, used_k: per-sequence lengths inside the given storage
-    (seqused, cache_seqlens). page_size: keys a page of a paged cache, 0 if not paged. alibi, bias,
-    sink, tree_mask, kv_batch_idx, leftpad_k: whether the call has them. key_ranges: how many ranges
-    of keys each row has, 0 without such a mask. kv_group: how many values share one scale of a
-    quantised cache, 0 for a scale per head or none. kv_shift: the quantised
-    cache has a zero shift per scale. needs_grad, bias_grad: whether a backward will follow, and
-    whether it computes the bias's gradient. return_lse: whether the caller reads the log-sum-exp.
-    return_probs: the sign-coded dropped probabilities are wanted (tests). keeps_rest: the rounding
-    error of the log-sum-exp is wanted beside it, for a merge on a GPU. deterministic: the backward
-    must be bit-equal from run to run. num_splits: 0 = choose, 1 = do not split the keys, n = split
-    them in n. aligned: all bases and strides are multiples of 16 bytes. even_rows: the batch stride
-    of K and V (or the stride of pages) is a multiple of the row stride, and less than 2^30 rows.
-    near_rows: rows of Q, K, V and the output begin less than NEAR_BYTES apart. v_in_k: V is a view
-    of the first head_dim_v values of each row of K (MLA). dropout_origin: (batch, head, row,
-    column) of this call's first score in the whole problem, so
-        that a shard draws the mask that the unsharded call would.
+    NumPy; int4 is two values a byte, fp8_ds_mla a row of LATENT_ROW_BYTES. scale: multiplies q k^T,
+    at least NO_SCALE in size. softcap: 0 is off. dropout_p: 0 is off. used_q, used_k: per-sequence
+    lengths inside the given storage (seqused, cache_seqlens). page_size: keys a page of a paged
+    cache, 0 if not paged. alibi, bias, sink, tree_mask, kv_batch_idx, leftpad_k: whether the call
+    has them. key_ranges: how many ranges of keys each row has, 0 without such a mask. kv_group: how
+    many values share one scale of a quantised cache, 0 for a scale per head or none. kv_shift: the
+    quantised cache has a zero shift per scale. needs_grad, bias_grad: whether a backward will
+    follow, and whether it computes the bias's gradient. return_lse: whether the caller reads the
+    log-sum-exp. return_probs: the sign-coded dropped probabilities are wanted (tests). keeps_rest:
+    the rounding error of the log-sum-exp is wanted beside it, for a merge on a GPU. deterministic:
+    the backward must be bit-equal from run to run. num_splits: 0 = choose, 1 = do not split the
+    keys, n = split them in n. aligned: all bases and strides are multiples of 16 bytes. even_rows:
+    the batch stride of K and V (or the stride of pages) is a multiple of the row stride, and less
+    than 2^30 rows. near_rows: rows of Q, K, V and the output begin less than NEAR_BYTES apart.
+    v_in_k: V is a view of the first head_dim_v values of each row of K (MLA). dropout_origin:
+    (batch, head, row, column) of this call's first score in the whole problem, so that a shard
+    draws the mask that the unsharded call would.
     """
 
     batch: int

@@ -1,6 +1,7 @@
 """Checks of quantised keys and values, for all frameworks."""
 
 from heedful.core.call.describe import FLOATS, check_dtype, check_shape
+from heedful.core.call.problem import LATENT_ROW_BYTES, LATENT_ROW_DIM
 
 # Storage -> the largest magnitude that is stored; int4 and int8 are used symmetrically around 0.
 QUANT_MAX = {
@@ -58,3 +59,18 @@ def check_scale(
     check_shape("scale", scale, shape, "(..., groups)")
     if shift is not None:
         check_shape("shift", shift, shape, "of scale")
+
+
+def check_latent(name: str, shape: tuple[int, ...], dtype: str) -> None:
+    """TypeError, ValueError unless x may be latent vectors, or packed rows of them."""
+    is_packed = name == "packed"
+    check_dtype(name, dtype, *(("uint8",) if is_packed else FLOATS))
+    size = LATENT_ROW_BYTES if is_packed else LATENT_ROW_DIM
+    if not shape or shape[-1] != size:
+        raise ValueError(f"{name} must be (..., {size}), got shape {tuple(shape)}")
+
+
+def check_unpacked_dtype(name: str, asked: object) -> None:
+    """TypeError unless a dtype's name is that of unpacked values."""
+    if name not in FLOATS:
+        raise TypeError(f"dtype must be float16, bfloat16 or float32, got {asked}")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from heedful.core.base.device import DeviceSpec
 from heedful.core.call.problem import (
     FEATURES,
+    LATENT_ROWS,
     MAX_HEAD_DIM,
     MAX_HEAD_DIM_V,
     AttentionProblem,
@@ -186,9 +187,9 @@ def _on_cpus(
     """The variants of a framework's backend for CPUs, which takes every call."""
     common: dict[str, Any] = {"max_dim": MAX_HEAD_DIM, "least": ((framework, least),)}
     common |= {"module": module, "framework": framework}
-    here, dtypes = {"cpu": "run"}, (*FLOATS, *FP8)
+    here, dtypes, stored = {"cpu": "run"}, (*FLOATS, *FP8), (*_QUANTIZED, LATENT_ROWS)
     return (
-        Variant(backend, "forward", "", here, dtypes, _EVERY_FEATURE, _QUANTIZED, **common),
+        Variant(backend, "forward", "", here, dtypes, _EVERY_FEATURE, stored, **common),
         Variant(backend, "backward", "", here, FLOATS, _EVERY_FEATURE, **common),
     )
 
@@ -343,7 +344,7 @@ VARIANTS: tuple[Variant, ...] = (
         _PORTABLE_LEVELS,
         ("bfloat16", "float16", *FP8),
         _OF_DECODE,
-        kv_dtypes=_QUANTIZED,
+        kv_dtypes=(*_QUANTIZED, LATENT_ROWS),
         max_dim=MAX_HEAD_DIM,
         dim_multiple=8,
         least=(("triton", (3, 6)),),
@@ -351,6 +352,7 @@ VARIANTS: tuple[Variant, ...] = (
         gates=(
             gates.few_rows,
             gates.wide_heads,
+            gates.bfloat16_beside_rows,
             gates.float_out,
             gates.scales_of_groups,
             gates.fp8_conversion,

@@ -1,7 +1,7 @@
 """The conditions under which rows of configs.py apply to a problem."""
 
 from heedful.core.base.symbols import opaque
-from heedful.core.call.problem import ITEM_BITS, MAX_HEAD_DIM_V, AttentionProblem
+from heedful.core.call.problem import ITEM_BITS, LATENT_ROWS, MAX_HEAD_DIM_V, AttentionProblem
 
 # The SMs of an H200, and the least SMs per row tile for which all programs merge.
 MLA_SMS, MLA_LEAST_SMS = 132, 6
@@ -49,6 +49,11 @@ def any_pressure(problem: AttentionProblem) -> bool:
 
 def quantised(problem: AttentionProblem) -> bool:
     return problem.quantized_kv
+
+
+def rows_of_bytes(problem: AttentionProblem) -> bool:
+    """Latent vectors in rows of bytes, each slice of which is two products."""
+    return problem.kv_dtype == LATENT_ROWS
 
 
 def quantised_packs(problem: AttentionProblem) -> bool:

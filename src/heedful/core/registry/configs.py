@@ -404,6 +404,12 @@ ROWS: list[ConfigRow] = [
     # Keys of 512 + 64 columns, the first 512 of which are values.
     *(
         _decode(
+            ("sm_90",), 576, rows, (32, 8, 3), 8, also=where.rows_of_bytes, programs=1, conversion=2
+        )
+        for rows in (16, 32)
+    ),
+    *(
+        _decode(
             ("sm_90",),
             576,
             rows,

@@ -6,7 +6,13 @@ dtypes, features, head dims) are not here.
 from collections.abc import Callable
 
 from heedful.core.base.device import DeviceSpec
-from heedful.core.call.problem import ITEM_BITS, MAX_HEAD_DIM_V, NEAR_BYTES, AttentionProblem
+from heedful.core.call.problem import (
+    ITEM_BITS,
+    LATENT_ROWS,
+    MAX_HEAD_DIM_V,
+    NEAR_BYTES,
+    AttentionProblem,
+)
 from heedful.core.registry.tiles import DECODE_ROWS, WIDE_DIM
 
 Gate = Callable[[AttentionProblem, DeviceSpec], str | None]
@@ -41,7 +47,7 @@ def scales_of_heads(problem: AttentionProblem, device: DeviceSpec) -> str | None
 
 
 def fp8_conversion(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    old = device.arch in ("sm_80", "sm_86") and problem.kv_dtype in FP8
+    old = device.arch in ("sm_80", "sm_86") and problem.kv_dtype in (*FP8, LATENT_ROWS)
     foreign = device.vendor == "nvidia" and problem.kv_dtype == "float8_e4m3fnuz"
     if old or foreign:
         return f"{problem.kv_dtype} on {device.arch}, which cannot convert it"
@@ -215,6 +221,13 @@ def wide_heads(problem: AttentionProblem, device: DeviceSpec) -> str | None:
         return f"head_dim {dim}: above {WIDE_DIM} takes {words}"
     if dim_v not in (256, 512) or dim - dim_v > WIDE_REST:
         return f"head_dim {dim}: above {WIDE_DIM} takes {WIDE_REST} more than V's 256 or 512"
+    return None
+
+
+def bfloat16_beside_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Rows of latent vectors have columns of bfloat16, which float16 may not hold."""
+    if problem.kv_dtype == LATENT_ROWS and problem.dtype != "bfloat16":
+        return f"{problem.dtype} queries over {LATENT_ROWS}: takes bfloat16"
     return None
 
 

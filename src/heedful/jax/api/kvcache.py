@@ -76,8 +76,8 @@ def flash_attn_with_kvcache(
         q: (batch, q_len, heads_q, head_dim).
         k_cache: (batch_cache, capacity, heads_k, head_dim), or with block_table (num_pages,
             page_size, heads_k, head_dim), any page size. In q's dtype, or quantised: int8, float8,
-            or uint8 with two int4 a byte (head_dim / 2 bytes).
-        v_cache: as k_cache, with head_dim_v.
+            or uint8 with two int4 a byte (head_dim / 2 bytes) or rows of pack_latent (656 bytes).
+        v_cache: as k_cache, with head_dim_v. Beside rows of pack_latent it is k_cache itself.
         k, v: (batch, new_len, heads_k, head_dim | head_dim_v) in the caches' dtype, written at
             positions cache_seqlens on. For a quantised cache they come in q's dtype and are
             quantised. Scales of heads are used as they are (by default 1). Scales and shifts of

@@ -5,8 +5,16 @@ from typing import Any
 from jax import Array, lax
 from jax import numpy as jnp
 
-from heedful.core.call.describe import FLOATS, check_dtype
-from heedful.core.call.quant import QUANT_MAX, check_packed, check_quantize, check_scale
+from heedful.core.call.describe import check_dtype
+from heedful.core.call.problem import LATENT_ROW_DIM_V, LATENT_ROW_GROUP
+from heedful.core.call.quant import (
+    QUANT_MAX,
+    check_latent,
+    check_packed,
+    check_quantize,
+    check_scale,
+    check_unpacked_dtype,
+)
 from heedful.jax.base.arrays import check_array, dtype_name
 from heedful.jax.operands.plain import plain_flag, plain_int
 
@@ -117,8 +125,7 @@ def dequantize_kv(
     check_array("scale", scale)
     check_dtype("scale", dtype_name(scale.dtype), "float32")
     name = _name(dtype)
-    if name not in FLOATS:
-        raise TypeError(f"dtype must be float16, bfloat16 or float32, got {dtype}")
+    check_unpacked_dtype(name, dtype)
     packed = jnp.asarray(packed)
     values = unpack_int4(packed) if stored == "uint8" else packed
     values = values.astype(jnp.float32)
@@ -138,3 +145,65 @@ def unpack_int4(packed: Array) -> Array:
     nibbles = jnp.stack([packed & 0xF, packed >> 4], -1)
     flat = nibbles.reshape(*packed.shape[:-1], -1)
     return lax.bitcast_convert_type(flat ^ jnp.uint8(8), jnp.int8) - jnp.int8(8)
+
+
+def pack_latent(x: Array) -> Array:
+    """Latent vectors of MLA in rows of 656 bytes, for the caches of flash_attn_with_kvcache: 512
+    values of float8_e4m3fn, a float32 scale for each 128 of them, and 64 of bfloat16.
+
+    Args:
+        x: (..., 576), float16, bfloat16 or float32; the last 64 columns are key alone.
+
+    Returns:
+        uint8 (..., 656), which is k_cache and v_cache.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: the FP8 cache of https://github.com/deepseek-ai/FlashMLA; "fp8_ds_mla" of vLLM.
+    """
+    check_array("x", x)
+    check_latent("x", x.shape, dtype_name(x.dtype))
+    x = lax.stop_gradient(jnp.asarray(x))
+    latent, rotary = x[..., :LATENT_ROW_DIM_V], x[..., LATENT_ROW_DIM_V:]
+    scale, _ = group_scales(latent, "float8_e4m3fn", LATENT_ROW_GROUP, False)
+    values = packed_values(latent, "float8_e4m3fn", scale, None)
+    parts = values, scale, rotary.astype(jnp.bfloat16)
+    rows = (lax.bitcast_convert_type(part, jnp.uint8) for part in parts)
+    return jnp.concatenate([row.reshape(*x.shape[:-1], -1) for row in rows], -1)
+
+
+def unpack_latent(packed: Array, dtype: Any = jnp.float32) -> Array:
+    """The latent vectors of pack_latent's result.
+
+    Args:
+        packed: uint8 (..., 656).
+        dtype: of the result: float16, bfloat16 or float32.
+
+    Returns:
+        (..., 576).
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    check_array("packed", packed)
+    check_latent("packed", packed.shape, dtype_name(packed.dtype))
+    name = _name(dtype)
+    check_unpacked_dtype(name, dtype)
+    return latent_values(jnp.asarray(packed)).astype(jnp.dtype(name))
+
+
+def latent_values(packed: Array) -> Array:
+    """float32 (..., 576) of rows (..., 656)."""
+    sizes, ends = packed.shape[:-1], LATENT_ROW_DIM_V + LATENT_ROW_DIM_V // LATENT_ROW_GROUP * 4
+
+    def of_bytes(part: Array, dtype: Any) -> Array:
+        parts = part.reshape(*sizes, -1, jnp.dtype(dtype).itemsize)
+        return lax.bitcast_convert_type(parts, dtype).astype(jnp.float32)
+
+    values = packed[..., :LATENT_ROW_DIM_V]
+    values = lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float32)
+    scale = of_bytes(packed[..., LATENT_ROW_DIM_V:ends], jnp.float32)
+    latent = values.reshape(*sizes, -1, LATENT_ROW_GROUP) * scale[..., None]
+    rotary = of_bytes(packed[..., ends:], jnp.bfloat16)
+    return jnp.concatenate([latent.reshape(values.shape), rotary], -1)

@@ -11,8 +11,8 @@ from jax import Array, lax
 from jax import numpy as jnp
 
 from heedful.core.call.operands import Operands
-from heedful.core.call.problem import AttentionProblem
-from heedful.jax.operands.quant import unpack_int4
+from heedful.core.call.problem import LATENT_ROWS, AttentionProblem
+from heedful.jax.operands.quant import latent_values, unpack_int4
 from heedful.jax.tiled.philox import keep_tile
 
 # Sides of a tile of scores. Fixed, so that a sequence's bits do not depend on its batch.
@@ -148,6 +148,8 @@ class Sequence:
         stored = self._stored(getattr(x, name), cols)
         if p.kv_dtype == "int4":
             stored = unpack_int4(stored)
+        if p.kv_dtype == LATENT_ROWS:
+            stored = latent_values(stored)[..., : p.head_dim if name == "k" else p.head_dim_v]
         tile = stored.astype(jnp.float32)
         for what, apply in (("descale", jnp.multiply), ("shift", jnp.add)):
             factor = getattr(x, f"{name}_{what}", None)

@@ -2,7 +2,12 @@
 
 from collections.abc import Mapping
 
-from heedful.core.call.problem import ITEM_BITS, AttentionProblem
+from heedful.core.call.problem import (
+    ITEM_BITS,
+    LATENT_ROW_GROUP,
+    LATENT_ROWS,
+    AttentionProblem,
+)
 from heedful.core.planning.plan import Plan
 from heedful.core.planning.sizes import Sizes
 from heedful.core.registry.tiles import MERGE_ROWS, DecodeConfig, pow2
@@ -60,7 +65,7 @@ def decode_call(
             mask=groups.mask(problem, buffers),
             mods=groups.score_mods(problem, buffers),
             cache=_cache(problem, buffers, append is not None),
-            descales=groups.descales(problem, buffers),
+            descales=groups.descales(problem, buffers)._replace(KV_GROUP=group_of(problem)),
             work=_work(problem, plan, config, buffers, launch.numbers),
             append=append or absent(CacheAppend),
             tile=_tile(problem, config),
@@ -138,10 +143,16 @@ def _words(problem: AttentionProblem, dim: int, slices: int) -> int:
     return pow2(-(-dim // (slices * values(problem))))
 
 
+def group_of(problem: AttentionProblem) -> int:
+    """How many values of a key share a scale; 0 if all do. Rows of latent vectors have scales of
+    their own."""
+    return LATENT_ROW_GROUP if problem.kv_dtype == LATENT_ROWS else problem.kv_group
+
+
 def slices(problem: AttentionProblem, dim: int) -> int:
     """How many products a row of keys or values takes: one for each scale, if its group fills 16
     words."""
-    group, each = problem.kv_group, values(problem)
+    group, each = group_of(problem), values(problem)
     words = group // each
     if not group or group >= dim or group % each or words < 16 or words & (words - 1):
         return 1

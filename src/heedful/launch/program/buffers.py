@@ -5,7 +5,7 @@ ahead of time, inspection, and front ends without tensors use them.
 from collections.abc import Mapping
 
 from heedful.core.base.arrays import ArraySpec
-from heedful.core.call.problem import AttentionProblem
+from heedful.core.call.problem import LATENT_ROW_BYTES, LATENT_ROWS, AttentionProblem
 
 Buffers = dict[str, ArraySpec]
 
@@ -18,6 +18,9 @@ def inputs(problem: AttentionProblem) -> Buffers:
     storage = _kv_storage(p)
     halves = 2 if p.kv_dtype == "int4" else 1
     for name, dim in (("k", p.head_dim), ("v", p.head_dim_v)):
+        if p.kv_dtype == LATENT_ROWS:
+            buffers[name] = make((*storage, p.heads_k, LATENT_ROW_BYTES), "uint8")
+            continue
         buffers[name] = make((*storage, p.heads_k, dim // halves), p.kv_dtype)
         if p.kv_group:
             groups = (*storage, p.heads_k, dim // p.kv_group)

@@ -3,9 +3,17 @@
 import torch
 from torch import Tensor
 
-from heedful.core.call.quant import QUANT_MAX, check_packed, check_quantize, check_scale
+from heedful.core.call.problem import LATENT_ROW_DIM_V, LATENT_ROW_GROUP
+from heedful.core.call.quant import (
+    QUANT_MAX,
+    check_latent,
+    check_packed,
+    check_quantize,
+    check_scale,
+    check_unpacked_dtype,
+)
 from heedful.torch.base.arrays import dtype_name
-from heedful.torch.operands.checks import FLOATS, check_dtype, check_tensor
+from heedful.torch.operands.checks import check_dtype, check_tensor
 from heedful.torch.operands.plain import plain_flag, plain_int
 
 
@@ -92,8 +100,7 @@ def dequantize_kv(
     check_packed(packed.shape, dtype_name(packed.dtype))
     check_tensor("scale", scale)
     check_dtype("scale", scale, "float32")
-    if dtype not in FLOATS:
-        raise TypeError(f"dtype must be float16, bfloat16 or float32, got {dtype}")
+    check_unpacked_dtype(str(dtype).removeprefix("torch."), dtype)
     values = _unpack_int4(packed) if packed.dtype == torch.uint8 else packed.float()
     if shift is not None:
         check_tensor("shift", shift)
@@ -109,3 +116,56 @@ def _unpack_int4(packed: Tensor) -> Tensor:
     """float32 (..., dim) of uint8 (..., dim / 2): two's complement, low nibble first."""
     nibbles = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2).to(torch.int8)
     return ((nibbles ^ 8) - 8).float()
+
+
+def pack_latent(x: Tensor) -> Tensor:
+    """Latent vectors of MLA in rows of 656 bytes, for the caches of flash_attn_with_kvcache: 512
+    values of float8_e4m3fn, a float32 scale for each 128 of them, and 64 of bfloat16.
+
+    Args:
+        x: (..., 576), float16, bfloat16 or float32; the last 64 columns are key alone.
+
+    Returns:
+        uint8 (..., 656), which is k_cache and v_cache.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: the FP8 cache of https://github.com/deepseek-ai/FlashMLA; "fp8_ds_mla" of vLLM.
+    """
+    check_tensor("x", x)
+    check_latent("x", tuple(x.shape), dtype_name(x.dtype))
+    latent, rotary = x.detach()[..., :LATENT_ROW_DIM_V], x.detach()[..., LATENT_ROW_DIM_V:]
+    scale, _ = group_scales(latent, "float8_e4m3fn", LATENT_ROW_GROUP, False)
+    values = packed_values(latent, "float8_e4m3fn", scale, None)
+    parts = values, scale, rotary.to(torch.bfloat16)
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
+
+
+def unpack_latent(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The latent vectors of pack_latent's result.
+
+    Args:
+        packed: uint8 (..., 656).
+        dtype: of the result: float16, bfloat16 or float32.
+
+    Returns:
+        (..., 576).
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    check_tensor("packed", packed)
+    check_latent("packed", tuple(packed.shape), dtype_name(packed.dtype))
+    check_unpacked_dtype(str(dtype).removeprefix("torch."), dtype)
+    return _latent_values(packed).to(dtype)
+
+
+def _latent_values(packed: Tensor) -> Tensor:
+    """float32 (..., 576) of rows (..., 656)."""
+    ends = LATENT_ROW_DIM_V + LATENT_ROW_DIM_V // LATENT_ROW_GROUP * 4
+    values = packed[..., :LATENT_ROW_DIM_V].contiguous().view(torch.float8_e4m3fn).float()
+    scale = packed[..., LATENT_ROW_DIM_V:ends].contiguous().view(torch.float32)
+    rotary = packed[..., ends:].contiguous().view(torch.bfloat16).float()
+    latent = values.unflatten(-1, (-1, LATENT_ROW_GROUP)) * scale[..., None]
+    return torch.cat([latent.flatten(-2), rotary], -1)

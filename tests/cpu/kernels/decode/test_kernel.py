@@ -105,6 +105,10 @@ CASES = (
     replace(MLA, kv_dtype="float8_e4m3fn", used="k", batch=3, heads_q=40, seqlen_q=1, sink=True),
     replace(MLA, kv_dtype="float8_e4m3fn", head_dim=520, kv_batch_idx=True),
     replace(MLA, kv_dtype="int8", seqlen_q=1, leftpad_k=True, used="k"),
+    replace(MLA, kv_dtype="fp8_ds_mla", page_size=16, causal=True),
+    replace(MLA, kv_dtype="fp8_ds_mla", used="k", batch=3, heads_q=40, seqlen_q=1, sink=True),
+    replace(MLA, kv_dtype="fp8_ds_mla", kv_batch_idx=True, tree_mask=True, used="k"),
+    replace(MLA, kv_dtype="fp8_ds_mla", window=(60, 0), leftpad_k=True, softcap=4.0),
     replace(MLA, head_dim=100, head_dim_v=96, heads_q=4),
 )
 

@@ -137,6 +137,14 @@ DECODES["4 rows of int4 of two heads"] = {
     **{"seqlen_q": 1, "heads_q": 8, "heads_k": 2},
     **{"used_k": True, "kv_dtype": "int4"},
 }
+# Latent vectors in rows of bytes.
+DECODES |= {
+    f"{group} rows of fp8_ds_mla": {
+        **{"seqlen_q": 1, "heads_q": group, "heads_k": 1, "used_k": True},
+        **{"kv_dtype": "fp8_ds_mla"},
+    }
+    for group in (16, 17)
+}
 # Beside the known devices: an architecture of AMD's that has tiles, and one that nobody has heard
 # of.
 ARCHS = ("gfx90a", "sm_75")

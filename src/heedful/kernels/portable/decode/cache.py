@@ -190,6 +190,19 @@ def value_of_words(
 
 
 @triton.constexpr_function
+def has_own_scales(v_in_k, kv_group):
+    """Whether rows of keys have scales of their own, and behind them columns of bfloat16: latent
+    vectors in rows of bytes. Values that lie in keys have no other scales of groups."""
+    return v_in_k and kv_group > 0
+
+
+@triton.constexpr_function
+def stored_type(element, owns):
+    """The dtype of stored values. owns: whether rows are bytes that have scales of their own."""
+    return tl.float8e4nv if owns else element
+
+
+@triton.constexpr_function
 def rest_words(v_in_k, head_dim, head_dim_v, values):
     """Words of a row of keys past the values that lie in it, rounded up to what a product takes; 0
     if there are none, or if values are stored separately."""
@@ -347,6 +360,29 @@ def group_values(x, descale: Descale, keys, index):
     """The elements of descale array `x` for group `index` of rows, [N]."""
     base, offsets = descale_rows(x + keys.g * descale.stride_h + index, descale, keys)
     return tl.load(base + offsets, mask=keys.exists, other=0.0)
+
+
+@triton.jit
+def slice_scales(x: Rows, descale: Descale, keys, index, DIM: tl.constexpr):
+    """The scales of slice `index` of rows, [N]; those of rows of bytes lie behind DIM values."""
+    if descale.ptr is not None:
+        return group_values(descale.ptr, descale, keys, index)
+    else:
+        first, rows = keys.row
+        base = x.ptr.to(tl.pointer_type(tl.float32)) + (keys.g * x.stride_h // 4 + DIM // 4 + index)
+        base += first * (x.stride_n // 4)
+        scale_N = base + rows * (x.stride_n // 4) + keys.entry * (x.stride_b // 4)
+        return tl.load(scale_N, mask=keys.exists, other=0.0)
+
+
+@triton.jit
+def load_rest(x: Rows, keys, FIRST: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
+    """The columns of bfloat16 in rows of bytes, from byte FIRST on: [N, COLUMNS]."""
+    words = load_words(x, keys, FIRST // 2, 2 * COLUMNS, COLUMNS, 2).to(tl.bfloat16, bitcast=True)
+    if tl.bfloat16 == DTYPE:
+        return words
+    else:
+        return words.to(tl.float32).to(DTYPE)
 
 
 @triton.jit

@@ -26,12 +26,16 @@ from heedful.kernels.portable.decode.cache import (
     dequantized,
     fetch_tile,
     group_values,
+    has_own_scales,
     holds_rows,
     is_float16,
     key_rows,
+    load_rest,
     load_words,
     operand_type,
     rest_words,
+    slice_scales,
+    stored_type,
     unit_of,
     value_of_words,
 )
@@ -66,22 +70,25 @@ def scores_of(q_MW, k_NW, s_MN, KEYS_LEAD: tl.constexpr):
 
 @triton.jit
 def raw_scores(q, shared, sums, io: ForwardIO, keys, params):
-    """q k^T of a tile of keys. shared: words of the tile that are values too, or None. sums: the
-    sum of each slice of the queries, which shifts multiply; empty without shifts."""
+    """q k^T of a tile of keys. shared: words of the tile that are values too, slice by slice, or
+    None. sums: the sum of each slice of the queries, which shifts multiply; empty without shifts.
+    """
     D: tl.constexpr = params.tile.HEAD_DIM
     BLOCK_D: tl.constexpr = params.tile.BLOCK_D
     VALUES: tl.constexpr = params.tile.VALUES
     CONVERSION: tl.constexpr = params.tile.CONVERSION
     KV_GROUP: tl.constexpr = params.descales.KV_GROUP
-    BY_SLICE: tl.constexpr = is_by_slice(KV_GROUP, params.tile.SLICES_D, D)
-    STORED: tl.constexpr = io.k.ptr.dtype.element_ty
+    OWNS: tl.constexpr = has_own_scales(params.tile.V_IN_K, KV_GROUP)
+    BY_SLICE: tl.constexpr = OWNS or is_by_slice(KV_GROUP, params.tile.SLICES_D, D)
+    STORED: tl.constexpr = stored_type(io.k.ptr.dtype.element_ty, OWNS)
     DTYPE: tl.constexpr = q[0].dtype
     UNIT: tl.constexpr = unit_of(VALUES, STORED, DTYPE, CONVERSION)
     KEYS_LEAD: tl.constexpr = keys_lead(params.tile.BLOCK_M)
     s_MN = tl.zeros([params.tile.BLOCK_M, params.tile.BLOCK_N], tl.float32)
     for s in tl.static_range(params.tile.SLICES_D):
-        words = shared
-        if shared is None:
+        if shared is not None:
+            words = shared[s]
+        else:
             words = load_words(io.k, keys, s * BLOCK_D, D, BLOCK_D, VALUES)
         part_MN = tl.zeros([params.tile.BLOCK_M, params.tile.BLOCK_N], tl.float32)
         for i in tl.static_range(VALUES):
@@ -90,7 +97,7 @@ def raw_scores(q, shared, sums, io: ForwardIO, keys, params):
                 k_NW = dequantized(k_NW, params.descales.k, keys, i, D, UNIT, params)
             part_MN = scores_of(q[s * VALUES + i], k_NW, part_MN, KEYS_LEAD)
         if BY_SLICE:
-            scale_N = group_values(params.descales.k.ptr, params.descales.k, keys, s)
+            scale_N = slice_scales(io.k, params.descales.k, keys, s, params.tile.HEAD_DIM_V)
             part_MN *= scale_N[None, :]
             if params.descales.k.shift is not None:
                 shift_N = group_values(params.descales.k.shift, params.descales.k, keys, s)
@@ -98,8 +105,12 @@ def raw_scores(q, shared, sums, io: ForwardIO, keys, params):
             s_MN += part_MN
         else:
             s_MN = part_MN
-    REST: tl.constexpr = rest_words(params.tile.V_IN_K, D, params.tile.HEAD_DIM_V, VALUES)
-    if REST > 0:
+    E: tl.constexpr = params.tile.HEAD_DIM_V
+    REST: tl.constexpr = rest_words(params.tile.V_IN_K, D, E, 1 if OWNS else VALUES)
+    if REST > 0 and OWNS:
+        k_NW = load_rest(io.k, keys, E + 4 * params.tile.SLICES_D, REST, DTYPE)
+        s_MN = scores_of(q[params.tile.SLICES_D * VALUES], k_NW, s_MN, KEYS_LEAD)
+    elif REST > 0:
         words = load_words(io.k, keys, BLOCK_D, D, REST, VALUES)
         for i in tl.static_range(VALUES):
             k_NW = value_of_words(words, VALUES, STORED, DTYPE, CONVERSION, i)
@@ -122,9 +133,9 @@ def add_values(
 ):
     """(acc * alpha + p v, shifted * alpha + p shift) with a tile of values.
 
-    shared: words of the tile that are keys too, or None. scale_N: scales of rows, or None if they
-    are not loaded yet. shifted: for each slice, p times the shifts [M, N], to be summed over N at
-    the end.
+    shared: words of the tile that are keys too, slice by slice, or None. scale_N: scales of rows,
+    or None if they are not loaded yet. shifted: for each slice, p times the shifts [M, N], to be
+    summed over N at the end.
     """
     E: tl.constexpr = params.tile.HEAD_DIM_V
     BLOCK_E: tl.constexpr = params.tile.BLOCK_E
@@ -132,7 +143,8 @@ def add_values(
     CONVERSION: tl.constexpr = params.tile.CONVERSION
     KV_GROUP: tl.constexpr = params.descales.KV_GROUP
     BY_SLICE: tl.constexpr = is_by_slice(KV_GROUP, params.tile.SLICES_E, E)
-    STORED: tl.constexpr = io.v.ptr.dtype.element_ty
+    OWNS: tl.constexpr = has_own_scales(params.tile.V_IN_K, KV_GROUP)
+    STORED: tl.constexpr = stored_type(io.v.ptr.dtype.element_ty, OWNS)
     UNIT: tl.constexpr = unit_of(VALUES, STORED, DTYPE, CONVERSION)
     KEYS_LEAD: tl.constexpr = keys_lead(params.tile.BLOCK_M)
     # Words are transposed at the product if they have scales of their own, or if they are keys too.
@@ -140,14 +152,15 @@ def add_values(
     more = ()
     more_shifted = ()
     for s in tl.static_range(params.tile.SLICES_E):
-        words = shared
-        if shared is None:
+        if shared is not None:
+            words = shared[s]
+        else:
             words = load_words(io.v, keys, s * BLOCK_E, E, BLOCK_E, VALUES, ACROSS)
         scaled_MN = p_MN
         if BY_SLICE:
             slice_N = scale_N
             if scale_N is None:
-                slice_N = group_values(params.descales.v.ptr, params.descales.v, keys, s)
+                slice_N = slice_scales(io.k, params.descales.v, keys, s, E)
             scaled_MN = p_MN * slice_N[None, :]
             if params.descales.v.shift is not None:
                 shift_N = group_values(params.descales.v.shift, params.descales.v, keys, s)
@@ -255,8 +268,9 @@ def stream_keys(q, segment, pos_M, place, head, io: ForwardIO, params, DTYPE: tl
     CONVERSION: tl.constexpr = params.tile.CONVERSION
     KV_GROUP: tl.constexpr = params.descales.KV_GROUP
     IS_ADJUSTED: tl.constexpr = params.mods.IS_ADJUSTED
-    STORED: tl.constexpr = io.k.ptr.dtype.element_ty
-    STORED_V: tl.constexpr = io.v.ptr.dtype.element_ty
+    OWNS: tl.constexpr = has_own_scales(params.tile.V_IN_K, KV_GROUP)
+    STORED: tl.constexpr = stored_type(io.k.ptr.dtype.element_ty, OWNS)
+    STORED_V: tl.constexpr = stored_type(io.v.ptr.dtype.element_ty, OWNS)
     UNIT: tl.constexpr = unit_of(VALUES, STORED, DTYPE, CONVERSION)
     BY_SLICE: tl.constexpr = is_by_slice(KV_GROUP, SLICES_E, params.tile.HEAD_DIM_V)
     # The scale of each row enters the reference, so that products with it are in float16's range.
@@ -310,7 +324,10 @@ def stream_keys(q, segment, pos_M, place, head, io: ForwardIO, params, DTYPE: tl
             if params.tile.V_IN_K:
                 # Values are the first columns of a row of keys.
                 E: tl.constexpr = params.tile.HEAD_DIM_V
-                shared = load_words(io.k, keys, 0, E, params.tile.BLOCK_D, VALUES)
+                BLOCK_D: tl.constexpr = params.tile.BLOCK_D
+                shared = ()
+                for s in tl.static_range(params.tile.SLICES_D):
+                    shared = shared + (load_words(io.k, keys, s * BLOCK_D, E, BLOCK_D, VALUES),)
             # S = Q K^T
             s_MN = raw_scores(q, shared, sums, io, keys, params)
             distance_MN = cols_N[None, :] - (pos_M + place.seq.off)[:, None]
@@ -343,10 +360,11 @@ def decode_segment(segment, group, io: ForwardIO, params):
     """Computes the rows of one segment, after its new keys have gone into the cache."""
     IN: tl.constexpr = io.q.ptr.dtype.element_ty
     DTYPE: tl.constexpr = tl.bfloat16 if IN.is_fp8() else IN
-    STORED: tl.constexpr = io.k.ptr.dtype.element_ty
     VALUES: tl.constexpr = params.tile.VALUES
     CONVERSION: tl.constexpr = params.tile.CONVERSION
     KV_GROUP: tl.constexpr = params.descales.KV_GROUP
+    OWNS: tl.constexpr = has_own_scales(params.tile.V_IN_K, KV_GROUP)
+    STORED: tl.constexpr = stored_type(io.k.ptr.dtype.element_ty, OWNS)
     UNIT: tl.constexpr = unit_of(VALUES, STORED, DTYPE, CONVERSION)
     # Scales of whole slices are applied after the products.
     HAS_SCALES: tl.constexpr = KV_GROUP > 0 and not is_by_slice(

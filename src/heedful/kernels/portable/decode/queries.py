@@ -10,7 +10,7 @@ from heedful.kernels.args.kinds import Rows
 from heedful.kernels.args.portable import CacheAppend
 from heedful.kernels.common.scores import HeadMods, descaled
 from heedful.kernels.portable.cache.rotary import rotated
-from heedful.kernels.portable.decode.cache import rest_words
+from heedful.kernels.portable.decode.cache import has_own_scales, rest_words
 
 
 @triton.jit
@@ -70,10 +70,12 @@ def load_query_parts(
             dims = (s * BLOCK_D + tl.arange(0, BLOCK_D)) * VALUES + i
             part = query_columns(row_M, dims, exists_M, place_M, params.append, D)
             parts = parts + (part.to(DTYPE),)
-    REST: tl.constexpr = rest_words(params.tile.V_IN_K, D, params.tile.HEAD_DIM_V, VALUES)
+    OWNS: tl.constexpr = has_own_scales(params.tile.V_IN_K, params.descales.KV_GROUP)
+    EACH: tl.constexpr = 1 if OWNS else VALUES
+    REST: tl.constexpr = rest_words(params.tile.V_IN_K, D, params.tile.HEAD_DIM_V, EACH)
     if REST > 0:
-        for i in tl.static_range(VALUES):
-            dims = (BLOCK_D + tl.arange(0, REST)) * VALUES + i
+        for i in tl.static_range(EACH):
+            dims = params.tile.HEAD_DIM_V + tl.arange(0, REST) * EACH + i
             part = query_columns(row_M, dims, exists_M, place_M, params.append, D)
             parts = parts + (part.to(DTYPE),)
     times = 1.0
