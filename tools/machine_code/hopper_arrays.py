@@ -33,6 +33,7 @@ BACKWARD: Factors = {
     "sink": FLAGS,
     "deterministic": FLAGS,
     "dlse": FLAGS,
+    "key_ranges": (0, 1, 2),
 }
 _WIDE = ((256, 256), (192, 128), (192, 192))
 _BACKWARD_PLAIN: Row = {name: values[0] for name, values in BACKWARD.items()}
@@ -64,6 +65,7 @@ def backward_problem(row: Row) -> AttentionProblem:
         total_k=packed,
         sink=row["sink"],
         deterministic=row["deterministic"],
+        key_ranges=row["key_ranges"],
         return_lse=True,
         needs_grad=True,
     )

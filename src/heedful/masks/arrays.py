@@ -29,11 +29,11 @@ def int32(xp: Any, array: Any) -> Any:
     return array.to(xp.int32) if is_torch(xp) else array.astype(xp.int32)
 
 
-def running_max(xp: Any, array: Any) -> Any:
-    """The running maximum along the last dim."""
+def scattered(xp: Any, table: Any, slots: Any, values: Any) -> Any:
+    """The table with values in these slots; of several for one slot, any."""
     if is_torch(xp):
-        return xp.cummax(array, -1).values
-    return importlib.import_module("jax.lax").cummax(array, array.ndim - 1)
+        return table.scatter(0, slots, values)
+    return table.at[slots].set(values)
 
 
 def shape_of(name: str, array: Any, words: str) -> tuple[int, ...]:

@@ -1,12 +1,14 @@
-"""key_ranges on a GPU against the float64 oracle: the Hopper forward and the portable kernels, in
+"""key_ranges on a GPU against the float64 oracle: the Hopper kernels and the portable ones, in
 every storage, and in a captured graph whose masks change."""
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 
 import heedful.torch as heedful
+from heedful import masks
 from support.hopper.device import ON_HOPPER
 from support.problems.budget import check, run
 from support.problems.cases import Case, build, variants
@@ -38,26 +40,129 @@ def test_the_hopper_forward_is_within_its_budget(case):
         run(Prepared("hopper"), replace(case, **sizes, seed=case.seed + seed), "cuda")
 
 
-GRADIENTS = [
+PORTABLE = [
     replace(LONG, backward=True, causal=True),
     replace(LONG, backward=True, key_ranges=2, ranges_of="bh", head_dim=64),
-    replace(LONG, backward=True, causal=True, varlen="qk", used="q", seqlen_k=700),
-    replace(LONG, backward=True, key_ranges=2, window=(90, 30), dtype="float16", batch=1),
     replace(LONG, backward=True, varlen="q", page_size=16, lse_grad=False),
+    replace(LONG, backward=True, causal=True, varlen="qk", used="q", seqlen_k=700),
+]
+GRADIENTS = [
+    *PORTABLE[:2],
+    replace(LONG, backward=True, causal=True, varlen="qk", seqlen_k=700),
+    replace(LONG, backward=True, key_ranges=2, window=(90, 30), dtype="float16", batch=1),
+    replace(LONG, backward=True, key_ranges=2, varlen="qk", head_dim=64, heads_k=4, sink=True),
+    replace(LONG, backward=True, deterministic=True, key_ranges=2, ranges_of="h"),
+    replace(LONG, backward=True, deterministic=True, causal=True, head_dim=64),
+    replace(LONG, backward=True, deterministic=True, causal=True, key_ranges=2, varlen="qk"),
+    replace(LONG, backward=True, dropout_p=0.3, causal=True),
+    replace(LONG, backward=True, softcap=3.0, head_dim=64, key_ranges=2, window=(-1, 100)),
+    replace(LONG, backward=True, head_dim=96, key_ranges=2, causal=True),
+    replace(LONG, backward=True, head_dim=192, head_dim_v=128, key_ranges=2, causal=True),
+    replace(LONG, backward=True, head_dim=192, head_dim_v=128, ranges_of="bh", varlen=""),
+    replace(LONG, backward=True, head_dim=256, key_ranges=1, window=(300, 0)),
+    replace(LONG, backward=True, head_dim=256, key_ranges=2, varlen="qk"),
 ]
 
 
-@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+@pytest.mark.parametrize("case", PORTABLE, ids=str)
 def test_portable_gradients_are_within_their_budget(case):
     for seed, sizes in enumerate(SIZES[:3]):
         run(Prepared("portable"), replace(case, **sizes, seed=case.seed + seed), "cuda")
 
 
 @pytest.mark.parametrize("case", GRADIENTS, ids=str)
-def test_gradients_of_public_calls_are_within_their_budget(case):
+def test_gradients_of_the_hopper_kernels_are_within_their_budget(case):
     for seed, sizes in enumerate(SIZES[:3]):
+        runner = Prepared("hopper")
+        run(runner, replace(case, **sizes, seed=case.seed + seed), "cuda")
+        assert runner.plan.backward == "hopper"
+
+
+@pytest.mark.parametrize("case", PORTABLE, ids=str)
+def test_gradients_of_public_calls_are_within_their_budget(case):
+    for seed, sizes in enumerate(SIZES[:2]):
         built = build(replace(case, **sizes, seed=case.seed + seed), "cuda")
         check(built, api.results(built), "cuda")
+
+
+def lent(kind: str, seqlen: int):
+    """(ranges, causal) of documents, of a prefix, of windows beside leading keys."""
+    place = torch.arange(seqlen, device="cuda")
+    if kind == "documents":
+        ids = (place // 700 + place // 1900)[None]
+        return masks.documents(ids), True
+    if kind == "prefix":
+        return masks.prefix(torch.tensor([900], device="cuda"), seqlen), False
+    return masks.local_global(300, 64, seqlen, like=place), True
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", ["documents", "prefix", "local and global"])
+def test_masks_of_long_sequences_agree_with_a_bias(kind, head_dim):
+    """Whose kernels know nothing of ranges; gradients in a fixed order are the same bits twice."""
+    seqlen = 4096
+    made = torch.randn(4, 1, seqlen, 2, head_dim, device="cuda", dtype=torch.bfloat16)
+    *inputs, dout = made.unbind(0)
+    q, k, v = (x.requires_grad_() for x in inputs)
+    ranges, causal = lent(kind, seqlen)
+    key = torch.arange(seqlen, device="cuda")
+    pairs = ranges.unflatten(-1, (-1, 1, 2))
+    seen = ((key >= pairs[..., 0]) & (key < pairs[..., 1])).any(-2)
+
+    def results(**how):
+        out = heedful.flash_attn_func(q, k, v, causal=causal, **how)
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    want = results(bias=seen)
+    got = results(key_ranges=ranges)
+    in_order = [results(key_ranges=ranges, deterministic=True) for _ in range(2)]
+    for one, ordered, again, other in zip(got, *in_order, want, strict=True):
+        torch.testing.assert_close(one, other, atol=0.03, rtol=0.03)
+        torch.testing.assert_close(ordered, other, atol=0.03, rtol=0.03)
+        assert torch.equal(ordered, again)
+
+
+PROBLEMS, OF_A_TEST = 2000, 20
+
+
+def drawn(number: int) -> tuple[str, Case]:
+    """A backend and a problem, by its number. Few kinds of kernels, any sizes and ranges."""
+    rng = random.Random(4700 + number)
+    pick = rng.choice
+    storage = pick(("", "", "qk", "qk", "q paged", "paged"))
+    causal, window = pick(((False, (-1, -1)), (True, (-1, -1)), (False, (100, 30))))
+    paged = "paged" in storage
+    group = pick((1, 2))
+    case = Case(
+        batch=rng.randint(1, 3),
+        seqlen_q=rng.randint(1, 500),
+        seqlen_k=rng.randint(1, 600),
+        heads_q=2 * group,
+        heads_k=2,
+        head_dim=pick((64, 128)),
+        dtype="bfloat16",
+        causal=causal,
+        window=window,
+        key_ranges=pick((1, 2)),
+        ranges_of="b" if storage else pick(("", "b", "h", "bh")),
+        varlen=storage.removesuffix("paged").strip(),
+        page_size=16 if paged else 0,
+        backward=not paged,
+        deterministic=not paged and rng.random() < 0.2,
+        seed=number,
+    )
+    return ("portable" if number % 4 == 3 else "hopper"), case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, PROBLEMS, OF_A_TEST))
+def test_random_problems_are_within_their_budget(first):
+    for number in range(first, first + OF_A_TEST):
+        backend, case = drawn(number)
+        try:
+            run(Prepared(backend), case, "cuda")
+        except AssertionError as error:
+            raise AssertionError(f"problem {number}, {backend}: {case}") from error
 
 
 def test_a_captured_call_reads_the_masks_of_its_replay():

@@ -6,7 +6,8 @@ from typing import Any
 
 from heedful.kernels.hopper.backward import pair as backward_pair
 from support.hopper.backward_memory import Reading, Scores, Sums
-from support.hopper.backward_roles import BLOCK_N, CONSUMERS, KEYS, Device, Tile
+from support.hopper.backward_roles import BLOCK_N, CONSUMERS, GROUP, KEYS, Device, Tile
+from support.hopper.hosted import Int
 
 
 class Rows(tuple):
@@ -52,6 +53,7 @@ class PairDevice(Device):
         self.instead = {
             "less_than_rows": lambda x, block_m, layout: Sums((KEYS, block_m), (x,)),
             "hide_queries": self.hidden,
+            "hide_by_words": self.hidden_by_words,
             "read_number": lambda memory: memory.content,
             "kept_probabilities": lambda p, params, dtype, layout: p[0],
             "sync_consumers": self.sync_consumers if self.meets else lambda: None,
@@ -74,6 +76,15 @@ class PairDevice(Device):
         key_tile = batch, int(tile.kv_head), int(tile.col) // BLOCK_N
         query_tile = head, int(row) // self.tile.block_m
         return Probabilities("p", key_tile, query_tile, consumer, at_q, at_k, lse[1:])
+
+    def hidden_by_words(self, s: Sums, words, params, consumer) -> Probabilities:
+        """As `hidden`, of rows with key_ranges of a dense call."""
+        batch, head, row, col = words
+        nowhere = SimpleNamespace(token_q=0, token_k=0, stored_q=0, stored_k=0)
+        tile = SimpleNamespace(batch=batch, kv_head=head // GROUP, col=Int(col), seq=nowhere)
+        made = self.hidden(s, params, tile, Int(row), consumer)
+        assert made.rows == (batch, head, row)
+        return made
 
     def sync_consumers(self):
         me = self.machine.now

@@ -43,9 +43,19 @@ PLACES = {
 }
 
 
+class Words(tuple):
+    """The words of rows at a key tile, by where they come from."""
+
+    __slots__ = ()
+
+    def to(self, dtype, bitcast):
+        return self
+
+
 @dataclass(frozen=True)
 class Sizes:
-    """lengths: queries and keys of each sequence."""
+    """lengths: queries and keys of each sequence. runs: of each 64 queries of the only sequence,
+    the one or two runs of keys that they see by key_ranges."""
 
     lengths: tuple[tuple[int, int], ...]
     heads_k: int = 2
@@ -53,6 +63,7 @@ class Sizes:
     right: int | None = None
     packed: bool = False
     l2_heads: int = 1
+    runs: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -164,6 +175,7 @@ class Device:
                 bottom_right=Int(1),
                 HAS_LEFT=s.left is not None,
                 HAS_RIGHT=s.right is not None,
+                RANGES=max(map(len, s.runs)) if s.runs else None,
                 left=Int(s.left or 0),
                 right=Int(s.right or 0),
             ),
@@ -178,6 +190,7 @@ class Device:
                 partials=Pointer([]) if self.splits > 1 else None,
                 partial_rows=Int(self.partial_rows),
                 splits=Int(self.splits),
+                hulls=self.hulls(),
             ),
             tile=SimpleNamespace(
                 BLOCK_M=self.tile.block_m,
@@ -193,6 +206,33 @@ class Device:
                 PRODUCER_REGS=0,
             ),
         )
+
+    def hulls(self):
+        """Entries as the kernels ahead of this one store them. Nobody sees a whole key tile."""
+        nothing = (1 << 30, 0)
+        keys, queries = [], []
+        for runs in self.sizes.runs:
+            first, second, *_ = (*runs, nothing, nothing)
+            keys += [*first, 0, 0, *second, 0, 0]
+        for block in range(self.key_blocks[0]):
+            seeing = [m for m in range(self.q_blocks[0]) if block in self.runs_of(m)]
+            begin, end = (seeing[0], seeing[-1] + 1) if seeing else (0, 0)
+            queries += [begin, begin, begin, end]
+        of_keys = SimpleNamespace(key_hulls=Pointer(keys), entries=None, blocks=Int(0))
+        return SimpleNamespace(
+            of_keys=of_keys, query_hulls=Pointer([*map(Int, queries)]), entries=None
+        )
+
+    def runs_of(self, block: int) -> list[int]:
+        """The key tiles that a query tile sees by key_ranges."""
+        rows = self.tile.block_m // 64
+        seen = set()
+        for which in range(2):
+            runs = [r[which] for r in self.sizes.runs[block * rows :][:rows] if len(r) > which]
+            if runs:
+                begin, end = min(r[0] for r in runs), max(r[1] for r in runs)
+                seen |= set(range(begin // BLOCK_N, -(-end // BLOCK_N)))
+        return sorted(seen)
 
     # What a test has left out.
 
@@ -244,6 +284,13 @@ class Device:
 
     def load_numbers(self, name, io, params, tile, head, row, other):
         return name, int(tile.batch), int(head), int(row)
+
+    def load_bounds(self, params, tile, head, row):
+        return int(tile.batch), int(head), int(row)
+
+    def check_words(self, words, tile, rows):
+        """Those of a mask belong to the rows and keys that they mask."""
+        assert words == (*rows, int(tile.col)) or not self.sizes.runs
 
     def mma(self, left, right, sums, use_acc=True, is_async=False):
         assert is_async
@@ -325,7 +372,7 @@ class Device:
         at = self.host.turned(sequences.box)
         return tuple(map(int, at(self.sizes.packed, batch, head, start, stored, row)))
 
-    def probabilities(self, s, lse, blocks, params, tile, number, dtype, consumer, masked):
+    def probabilities(self, s, numbers, blocks, params, tile, number, dtype, consumer, masked):
         ((k, q),) = s.made
         head, block = self.host.turned(tile_file.query_tile)(params, tile, blocks, Int(number))
         assert masked or blocks.full_begin <= block < blocks.full_end
@@ -334,6 +381,10 @@ class Device:
         col = tile.col + consumer * KEYS
         at_k = self.box(batch, tile.kv_head, tile.seq.token_k, tile.seq.stored_k, col)
         rows = batch, int(head), row
+        lse, *words = numbers
+        for of_rows in words:
+            self.check_words(of_rows, tile, rows)
+        assert len(words) == bool(masked and self.sizes.runs)
         assert (k, q, lse) == (("k", at_k), ("q", at_q), ("lse", *rows))
         key_tile = batch, int(tile.kv_head), int(tile.col) // BLOCK_N
         return Scores("p", key_tile, (int(head), int(block)), consumer, at_q, at_k, rows)
@@ -399,6 +450,8 @@ class Device:
                 "tma_load": self.load,
                 "tma_store": self.tma_store,
                 "load_numbers": self.load_numbers,
+                "load_bounds": self.load_bounds,
+                "range_words": lambda bounds, rows, params, tile: Words((*bounds, int(tile.col))),
                 "any_far": lambda x: self.far,
                 "dout_scale": lambda *rows: 1,
                 "scale_rows": lambda box, scale: None,

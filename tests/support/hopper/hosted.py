@@ -257,6 +257,14 @@ class Numbers:
         return None
 
     @staticmethod
+    def arange(start, stop, layout=None):
+        return start
+
+    @staticmethod
+    def cast(x, dtype):
+        return Int(x)
+
+    @staticmethod
     def BlockedLayout(*args):
         return None
 

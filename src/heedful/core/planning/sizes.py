@@ -229,12 +229,7 @@ def _hopper_forward(plan: "Plan", problem: AttentionProblem, splits: int):
         launches |= launch
         workspaces.append(varlen_tiles)
     if problem.key_ranges:
-        blocks = ceil_div(problem.seqlen_q, CONSUMER_ROWS)
-        entries = seen_entries(problem, CONSUMER_ROWS)
-        numbers = {"blocks": blocks, "entries": entries}
-        grid = (blocks * problem.batch * problem.heads_q, 1, 1)
-        launches["hopper.key_hulls"] = LaunchSizes(grid, numbers)
-        hulls = Workspace.of("key_hulls", entries * problem.heads_q, 4, dtype="int32")
+        launches["hopper.key_hulls"], hulls = _key_hulls(problem)
         workspaces.append(hulls)
     if isinstance(config, HopperFp8Config):
         more, scratch = _transpose_v(config, problem)
@@ -249,6 +244,15 @@ def _varlen_scheduler(plan: "Plan", problem: AttentionProblem, capacity: int, **
     launch = LaunchSizes(grid, {"capacity": capacity, **more})
     tiles = Workspace.of("varlen_tiles", 1 + 2 * capacity, dtype="int32")
     return {"hopper.varlen_scheduler": launch}, tiles
+
+
+def _key_hulls(problem: AttentionProblem) -> tuple[LaunchSizes, Workspace]:
+    """The kernel that finds what each 64 rows see by their key_ranges, and what it stores."""
+    blocks = ceil_div(problem.seqlen_q, CONSUMER_ROWS)
+    entries = seen_entries(problem, CONSUMER_ROWS)
+    grid = (blocks * problem.batch * problem.heads_q, 1, 1)
+    launch = LaunchSizes(grid, {"blocks": blocks, "entries": entries})
+    return launch, Workspace.of("key_hulls", entries * problem.heads_q, 8, dtype="int32")
 
 
 def _hopper_kernel(plan: "Plan") -> str:
@@ -466,7 +470,7 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
         least_tiles = problem.total_k // config.block_n * problem.heads_k
     splits = _backward_splits(config, problem, plan.device, least_tiles, q_blocks)
     last = 1
-    if problem.mask.bounded and not problem.varlen_k:
+    if problem.is_masked and not problem.varlen_k:
         last = larger(1, ceil_div(config.last_waves * plan.device.units, key_blocks * splits))
     groups = larger(0, all_heads - last) // heads
     programs = tiles * splits
@@ -509,6 +513,13 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
     if splits > 1:
         dims = splits, problem.heads_k, head_tiles * config.block_n, columns + columns_v
         workspaces.append(Workspace.of("partials", *dims))
+    if problem.key_ranges:
+        launches["hopper.key_hulls"], hulls = _key_hulls(problem)
+        numbers = {"blocks": key_blocks, "entries": head_tiles}
+        grid = (key_blocks * problem.batch * problem.heads_k, 1, 1)
+        launches["hopper.query_hulls"] = LaunchSizes(grid, numbers)
+        entries = head_tiles * problem.heads_k
+        workspaces += [hulls, Workspace.of("query_hulls", entries, 4, dtype="int32")]
     if problem.varlen_k:
         launch, varlen_tiles = _varlen_scheduler(plan, problem, head_tiles)
         launches |= launch

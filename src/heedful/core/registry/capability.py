@@ -306,7 +306,7 @@ def _hopper_backward(name: str, features: set[str], max_dim: int, *more: Gate) -
         "hopper",
         name,
         {"causal", "window", "diagonal", "sink", "varlen", "gqa", "head_dims_differ"}
-        | {"return_lse", "backward", *features},
+        | {"key_ranges", "return_lse", "backward", *features},
         "hopper_backward",
         *(kernel, "portable.scores"),
         direction="backward",

@@ -4,7 +4,14 @@ of V."""
 from typing import NamedTuple
 
 from heedful.kernels.args.kinds import Const, In, InOut, Num, Out, Ptr, Rows, ScoreArray
-from heedful.kernels.args.shared import Descales, Dropout, KVLayout, Mask, Sequences
+from heedful.kernels.args.shared import (
+    Descales,
+    Dropout,
+    KeyHulls,
+    KVLayout,
+    Mask,
+    Sequences,
+)
 
 
 class HopperIO(NamedTuple):
@@ -69,9 +76,7 @@ class HopperTileOrder(NamedTuple):
     """tiles: work tiles of one split. row_blocks: row tiles of one head. l2_heads: heads whose
     tiles are scheduled together. l2_groups: such groups before the last one. varlen_tiles: the work
     tiles of packed queries, see varlen_scheduler.py. tile_counter: the counter of the dynamic
-    scheduler, see tile_scheduler.py. key_hulls: what each 64 rows see by key_ranges, see
-    forward/key_hulls.py; hull_entries: of a head, None where heads share them; hull_blocks: of a
-    batch entry, None where sequences are packed."""
+    scheduler, see tile_scheduler.py."""
 
     tiles: Num
     row_blocks: Num
@@ -79,9 +84,7 @@ class HopperTileOrder(NamedTuple):
     l2_groups: Num
     varlen_tiles: In[Ptr]
     tile_counter: InOut[Ptr]
-    key_hulls: In[Ptr]
-    hull_entries: Num
-    hull_blocks: Num
+    hulls: KeyHulls
 
 
 class SplitKV(NamedTuple):
@@ -216,7 +219,7 @@ class VarlenSizes(NamedTuple):
 
 
 class HullIO(NamedTuple):
-    """key_hulls: int32 (entries, 4), see forward/key_hulls.py. heads: with ranges of their own.
+    """key_hulls: int32 (entries, 8), see forward/key_hulls.py. heads: with ranges of their own.
     blocks: of 64 rows that the longest sequence has. entries: of a head."""
 
     key_hulls: Out[Ptr]

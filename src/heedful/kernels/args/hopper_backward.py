@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from heedful.kernels.args.hopper import HopperScoreMods
 from heedful.kernels.args.kinds import Const, In, InOut, Num, Out, Ptr, RowArray, Rows, RowVector
-from heedful.kernels.args.shared import Dropout, Mask, Sequences
+from heedful.kernels.args.shared import Dropout, KeyHulls, Mask, Sequences
 
 
 class HopperBackwardIO(NamedTuple):
@@ -38,6 +38,27 @@ class HopperBackwardSizes(NamedTuple):
     accum_rows: Num
 
 
+class BackwardHulls(NamedTuple):
+    """of_keys: which keys rows see. query_hulls: which query tiles see a key tile, see
+    hopper/backward/query_hulls.py. entries: of a KV head, None where heads share them."""
+
+    of_keys: KeyHulls
+    query_hulls: In[Ptr]
+    entries: Num
+
+
+class QueryHullIO(NamedTuple):
+    """query_hulls: int32 (entries, 4). heads: KV heads that have entries of their own, and how many
+    query heads each of them has. blocks: key tiles of the longest sequence. entries: of a head."""
+
+    of_keys: KeyHulls
+    query_hulls: Out[Ptr]
+    heads: Num
+    group: Num
+    blocks: Num
+    entries: Num
+
+
 class HopperBackwardOrder(NamedTuple):
     """Which work tiles there are, and in which order. A work tile is a key tile of a KV head.
 
@@ -50,6 +71,8 @@ class HopperBackwardOrder(NamedTuple):
     dV and dK of each split, KV head and 64 keys, in the order of `hopper.backward.dq.sums`.
     partial_rows: keys of a head in them, where each sequence is rounded up to whole tiles. All
     three are None if nothing is split.
+
+    hulls: of rows with key_ranges; else its fields are None.
     """
 
     tiles: Num
@@ -62,6 +85,7 @@ class HopperBackwardOrder(NamedTuple):
     splits: Num
     partials: Out[Ptr]
     partial_rows: Num
+    hulls: BackwardHulls
 
 
 class HopperBackwardTile(NamedTuple):

@@ -65,6 +65,16 @@ class Mask(NamedTuple):
     RANGES: Const
 
 
+class KeyHulls(NamedTuple):
+    """The keys that each 64 rows see by key_ranges, as hopper/forward/key_hulls.py stores them.
+    entries: of a head, None where heads share them. blocks: of a batch entry, None where sequences
+    are packed."""
+
+    key_hulls: In[Ptr]
+    entries: Num
+    blocks: Num
+
+
 class ScoreMods(NamedTuple):
     """How scores are computed from raw products, in this order: scale, softcap, ALiBi, bias. sink:
     (H,), one more logit of each row.

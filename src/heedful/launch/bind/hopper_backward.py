@@ -3,7 +3,7 @@ kernel computes dK, dV and these sums; the epilogue makes dQ from them."""
 
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import Plan
-from heedful.core.planning.sizes import Sizes
+from heedful.core.planning.sizes import LaunchSizes, Sizes
 from heedful.core.registry.tiles import (
     CONSUMER_ROWS,
     HopperBackwardConfig,
@@ -26,6 +26,7 @@ _MODULES = {
     "backward_pair": "pair",
     "backward_wide": "wide",
     "backward_epilogue": "dq.epilogue",
+    "query_hulls": "query_hulls",
 }
 # The tile in which far rows are computed again. Few calls have far rows, so it is small. For other
 # rows, the same registers hold more of out and dout on their way.
@@ -41,6 +42,9 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
     assert isinstance(config, HopperBackwardConfig)
     buffers = with_scratch(buffers, sizes)
     calls = [_schedule_call(problem, config, sizes, buffers)] if problem.varlen_k else []
+    if problem.key_ranges:
+        calls.append(hopper_groups.hulls_call(problem, sizes, buffers))
+        calls.append(_query_hulls_call(problem, config, sizes, buffers))
     calls += [
         _prologue_call(problem, config, sizes, buffers),
         _backward_call(problem, kernel, config, sizes, buffers),
@@ -97,6 +101,42 @@ def _schedule_call(
         cu_q=pointer(buffers, "cu_seqlens_k"),
         cu_k=pointer(buffers, "cu_seqlens_q"),
         **dict.fromkeys(("tile_counter", "out", "lse")),
+    )
+
+
+def _query_hulls_call(
+    problem: AttentionProblem, config: HopperBackwardConfig, sizes: Sizes, buffers: Buffers
+) -> KernelCall:
+    """The launch that finds which query tiles see a key tile by their key_ranges."""
+    launch = sizes.launches["hopper.query_hulls"]
+    heads, group = problem.heads_k, problem.group
+    if not hopper_groups.own_ranges(buffers):
+        heads, group = 1, 1
+    numbers = groups.scalars(heads=heads, group=group, **launch.numbers)
+    of_keys = hopper_groups.key_hulls(problem, buffers)
+    parameters = {
+        "io": groups.arrays(args.QueryHullIO, buffers, of_keys=of_keys, **numbers),
+        "seqs": groups.sequences(problem, buffers),
+        "shape": groups.shape(problem),
+        "mask": groups.mask(problem, buffers),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+    }
+    grid = (launch.numbers["blocks"] * problem.batch * heads, 1, 1)
+    return KernelCall(_kernel("query_hulls"), grid, parameters, {"num_warps": _ROWS_WARPS})
+
+
+def _hulls(
+    problem: AttentionProblem, launch: LaunchSizes | None, buffers: Buffers
+) -> args.BackwardHulls:
+    """The group of which rows see which keys by key_ranges."""
+    if launch is None:
+        return absent(args.BackwardHulls)
+    own = hopper_groups.own_ranges(buffers)
+    return args.BackwardHulls(
+        hopper_groups.key_hulls(problem, buffers),
+        pointer(buffers, "query_hulls"),
+        Scalar(launch.numbers["entries"]) if own else None,
     )
 
 
@@ -194,6 +234,7 @@ def _backward_call(
                 buffers,
                 **groups.scalars(**launch.numbers) | _splits(buffers),
                 **_scratch(buffers, "partials"),
+                hulls=_hulls(problem, sizes.launches.get("hopper.query_hulls"), buffers),
             ),
             tile=groups.constants(
                 args.HopperBackwardTile,

@@ -18,11 +18,11 @@ from heedful.core.registry.tiles import (
 )
 from heedful.kernels.args import hopper as args
 from heedful.kernels.args.kinds import ScoreArray
-from heedful.kernels.args.shared import Tile
+from heedful.kernels.args.shared import KeyHulls, Tile
 from heedful.launch.bind import groups
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, number, pointer, stride
-from heedful.launch.spec import KernelCall, KernelRef, Scalar, TensorMap
+from heedful.launch.spec import KernelCall, KernelRef, Scalar, TensorMap, absent
 
 
 def forward_call(
@@ -145,15 +145,24 @@ def kv_rows(problem: AttentionProblem, buffers: Buffers) -> args.KVRows:
 def _tile_order(
     problem: AttentionProblem, launch: LaunchSizes, buffers: Buffers
 ) -> args.HopperTileOrder:
-    blocks = ceil_div(problem.seqlen_q, CONSUMER_ROWS)
-    has_blocks = problem.key_ranges > 0 and not problem.varlen_q
-    entries = Scalar(seen_entries(problem, CONSUMER_ROWS)) if _own_ranges(buffers) else None
-    more = {"hull_entries": entries, "hull_blocks": Scalar(blocks) if has_blocks else None}
     numbers = groups.scalars(**launch.numbers)
-    return groups.arrays(args.HopperTileOrder, buffers, **numbers, **more)
+    hulls = key_hulls(problem, buffers)
+    return groups.arrays(args.HopperTileOrder, buffers, **numbers, hulls=hulls)
 
 
-def _own_ranges(buffers: Buffers) -> bool:
+def key_hulls(problem: AttentionProblem, buffers: Buffers) -> KeyHulls:
+    """The group of what each 64 rows see by their key_ranges."""
+    if not problem.key_ranges:
+        return absent(KeyHulls)
+    own = own_ranges(buffers)
+    return KeyHulls(
+        pointer(buffers, "key_hulls"),
+        Scalar(seen_entries(problem, CONSUMER_ROWS)) if own else None,
+        None if problem.varlen_q else Scalar(ceil_div(problem.seqlen_q, CONSUMER_ROWS)),
+    )
+
+
+def own_ranges(buffers: Buffers) -> bool:
     """Whether heads have key_ranges of their own."""
     spec = buffers.get("key_ranges")
     return spec is not None and len(spec.shape) == 4 and spec.steps[1] != 0
@@ -162,7 +171,7 @@ def _own_ranges(buffers: Buffers) -> bool:
 def hulls_call(problem: AttentionProblem, sizes: Sizes, buffers: Buffers) -> KernelCall:
     """The kernel that finds what each 64 rows see by their key_ranges."""
     launch = sizes.launches["hopper.key_hulls"]
-    heads = problem.heads_q if _own_ranges(buffers) else 1
+    heads = problem.heads_q if own_ranges(buffers) else 1
     grid = (launch.numbers["blocks"] * problem.batch * heads, 1, 1)
     numbers = groups.scalars(heads=heads, **launch.numbers)
     block = Tile(*(None,) * len(Tile._fields))

@@ -1,5 +1,6 @@
 """The keys that 64 rows see by their key_ranges, as the kernel before a Hopper forward stores them,
-run by Triton's interpreter.
+and which query tiles see a key tile, as the kernel before a backward stores it: run by Triton's
+interpreter.
 
 They run in a process of their own: see `support.runs.interpreted`.
 """
@@ -14,7 +15,7 @@ import torch
 
 from heedful.core.base.device import by_name
 from heedful.core.planning.plan import plan
-from heedful.launch.program import programs
+from heedful.launch.program import buffers, programs
 from heedful.launch.spec import Program
 from heedful.reference import oracle
 from heedful.reference.convert import operands_as_numpy
@@ -26,7 +27,7 @@ from support.runs.interpreter import interpret
 
 BASE = Case(
     dtype="float16",
-    seqlen_q=200,
+    seqlen_q=600,
     seqlen_k=300,
     heads_q=2,
     head_dim=64,
@@ -41,48 +42,110 @@ CASES = [
 ]
 
 
-def visible_runs(case: Case, built, seq, h: int, row: int):
-    """(first, past the last) key that 64 rows see, and the keys that all of them see."""
+def seen_of(built, seq, h: int):
+    """Which keys each row of a sequence's head sees, (rows, keys), and what shows the window."""
     x = operands_as_numpy(built.x)
-    seen = oracle.visible(built.problem, x, seq)
     ranges = oracle.in_ranges(x, seq)
-    seen = (seen & ranges[h if len(ranges) > 1 else 0])[row : row + 64]
-    keys = seen.any(0).nonzero()[0]
-    return (keys[0], keys[-1] + 1) if len(keys) else (None, 0), seen.all(0)
+    return oracle.visible(built.problem, x, seq) & ranges[h if len(ranges) > 1 else 0]
+
+
+def first_entries(case: Case, built, heads: int, rows: int, of_keys: bool = False):
+    """(first entry of a sequence, entries of a head) of arrays that have one for so many rows."""
+    longest = case.seqlen_k if of_keys else case.seqlen_q
+    total = built.problem.total_k if of_keys else built.problem.total_q
+    blocks = -(-longest // rows)
+    entries = case.batch * blocks if total is None else total // rows + case.batch
+
+    def first(seq):
+        if total is None:
+            return seq.batch * blocks
+        token = int(built.x.cu_seqlens_k[seq.batch]) if of_keys else seq.q_token
+        return token // rows + seq.batch
+
+    return first, entries if heads > 1 else 0
+
+
+def interpreted_calls(case: Case, direction: str, *functions: str):
+    """(what case was built, its plan, what the kernels of these names store in arrays of theirs)"""
+    built = build(case)
+    x = {name: t for name, t in built.x._asdict().items() if t is not None}
+    chosen = plan(built.problem, by_name("H200"), backend="hopper")
+    arrays = buffers.backward(built.problem) if direction == "backward" else {}
+    out = torch.empty(built.problem.out_shape, dtype=torch.float16)
+    lse = torch.empty(built.problem.lse_shape)
+    arrays |= {name: array_spec(t) for name, t in (x | {"out": out, "lse": lse}).items()}
+    whole = programs.program(chosen, direction, arrays)
+    calls = [c for c in whole.calls if c.kernel.function in functions]
+    shapes = {w.name: w.buffer.shape for w in whole.workspaces if w.name in functions}
+    made = {name: torch.full(shape, -7, dtype=torch.int32) for name, shape in shapes.items()}
+    interpret(Program(tuple(calls), ()), x | made)
+    return built, chosen, made
+
+
+def tiles_of(entries, rows: int):
+    """Of entries of 64 rows those of tiles of so many rows."""
+    return [part.tolist() for part in entries.split(rows // 64)]
+
+
+def visited(tile) -> list[tuple[int, int]]:
+    """The two runs of keys that a tile of entries visits."""
+    runs = [(min(e[i] for e in tile), max(e[i + 1] for e in tile)) for i in (0, 4)]
+    return [(begin, end) for begin, end in runs if begin < end]
 
 
 @interpreted
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_hulls_hold_what_rows_see_and_whole_keys_are_seen_by_all(case):
-    built = build(case)
-    x = {name: t for name, t in built.x._asdict().items() if t is not None}
-    chosen = plan(built.problem, by_name("H200"), backend="hopper")
-    specs = {name: array_spec(t) for name, t in x.items()}
-    out = torch.empty(built.problem.out_shape, dtype=torch.float16)
-    lse = torch.empty(built.problem.lse_shape)
-    whole = programs.program(
-        chosen, "forward", specs | {"out": array_spec(out), "lse": array_spec(lse)}
-    )
-    (call,) = [c for c in whole.calls if c.kernel.function == "key_hulls"]
-    shape = next(w.buffer.shape for w in whole.workspaces if w.name == "key_hulls")
-    hulls = torch.full(shape, -7, dtype=torch.int32)
-    interpret(Program((call,), ()), x | {"key_hulls": hulls})
-    packed, own_heads = "q" in case.varlen, not case.varlen and "h" in case.ranges_of
-    blocks = -(-case.seqlen_q // 64)
-    total = built.problem.total_q or 0
-    entries = total // 64 + case.batch if packed else case.batch * blocks
+    built, _, made = interpreted_calls(case, "forward", "key_hulls")
+    own_heads = case.heads_q if not case.varlen and "h" in case.ranges_of else 1
+    first, entries = first_entries(case, built, own_heads, 64)
     for seq in sequences(built.problem, built.x):
-        first = seq.q_token // 64 + seq.batch if packed else seq.batch * blocks
         for h in range(case.heads_q):
+            seen = seen_of(built, seq, h)
             for row in range(0, seq.len_q, 64):
-                begin, full_begin, full_end, end = hulls[
-                    first + row // 64 + h * entries * own_heads
-                ].tolist()
-                (seen_begin, seen_end), all_see = visible_runs(case, built, seq, h, row)
-                assert end == seen_end if case.window == (-1, -1) else end >= seen_end
-                if seen_begin is not None:
-                    assert begin == seen_begin
-                assert all_see[full_begin:full_end].all()
+                at = made["key_hulls"][first(seq) + row // 64 + h * entries].tolist()
+                shown = seen[row : row + 64]
+                keys = {k for run in visited([at]) for k in range(*run)}
+                any_sees = shown.any(0).nonzero()[0].tolist()
+                assert keys >= set(any_sees)
+                if case.window == (-1, -1) and any_sees:
+                    assert (min(keys), max(keys)) == (any_sees[0], any_sees[-1])
+                assert shown[:, at[2] : at[3]].all()
+
+
+GRADIENTS = [
+    replace(case, backward=True, used="", heads_q=4, heads_k=2, seqlen_k=420) for case in CASES
+]
+
+
+@interpreted
+@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+def test_query_tiles_that_see_a_key_tile_are_visited_and_whole_ones_see_all_of_it(case):
+    """And so are those whose own runs of keys hold it: in a fixed order they count its turn."""
+    built, chosen, made = interpreted_calls(case, "backward", "key_hulls", "query_hulls")
+    config = chosen.configs[chosen.variant_of("backward").configs[0]]
+    own_heads = case.heads_q if not case.varlen and "h" in case.ranges_of else 1
+    first_row, row_entries = first_entries(case, built, own_heads, 64)
+    first, entries = first_entries(case, built, own_heads, config.block_n, of_keys=True)
+    for seq in sequences(built.problem, built.x):
+        for g in range(case.heads_k):
+            group = range(g * 2, g * 2 + 2)
+            seen = [seen_of(built, seq, h) for h in group]
+            for col in range(0, seq.len_k, config.block_n):
+                at = first(seq) + col // config.block_n + g * entries
+                begin, full_begin, full_end, end = made["query_hulls"][at].tolist()
+                assert begin <= full_begin <= full_end <= end
+                stop = col + config.block_n
+                for h, of_head in zip(group, seen, strict=True):
+                    count = -(-seq.len_q // 64)
+                    at = first_row(seq) + h * row_entries
+                    tiles = tiles_of(made["key_hulls"][at : at + count], config.block_m)
+                    for m, tile in enumerate(tiles):
+                        shown = of_head[m * config.block_m : (m + 1) * config.block_m, col:stop]
+                        runs = any(a < stop and b > col for a, b in visited(tile))
+                        assert begin <= m < end or not (runs or shown.any())
+                        if full_begin <= m < full_end:
+                            assert shown.all() and shown.shape[1] == config.block_n
 
 
 @starts_interpreter

@@ -26,7 +26,7 @@ from heedful.kernels.hopper.backward.scores import (
     queued_probabilities,
     score_gradients,
 )
-from heedful.kernels.hopper.backward.shared import CONSUMERS, wait_for_outlet
+from heedful.kernels.hopper.backward.shared import CONSUMERS, row_numbers, wait_for_outlet
 from heedful.kernels.hopper.backward.tile import is_masked, visit_range
 from heedful.kernels.hopper.sm90 import barrier
 from heedful.kernels.hopper.sm90.compat import opaque
@@ -68,8 +68,8 @@ def visit_probabilities(
     """A visit's probabilities, packed until its dP is there."""
     dtype: gl.constexpr = shared.k.dtype
     layout: gl.constexpr = gl.SliceLayout(0, scores_layout(dtype, params.tile.BLOCK_M))
-    lse_M = shared.lse.index(visit % params.tile.Q_STAGES).load(layout)
-    return queued_probabilities(s_NM, lse_M, blocks, params, tile, number, dtype, CONSUMER, MASKED)
+    rows = row_numbers(shared, params, visit % params.tile.Q_STAGES, layout, MASKED)
+    return queued_probabilities(s_NM, rows, blocks, params, tile, number, dtype, CONSUMER, MASKED)
 
 
 @gluon.jit

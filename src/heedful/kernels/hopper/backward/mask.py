@@ -1,4 +1,11 @@
-"""Masks probabilities of queries that do not see a key. M query rows, N keys (64)."""
+"""Masks probabilities of queries that do not see a key. M query rows, N keys (64).
+
+With key_ranges, a query has one word for each key tile: bytes from which a key's sum tells whether
+it is seen. A range [a, b) of the tile's keys, each bound at most 128, has the bytes 128 - a and b.
+Those of key k are k and 127 - k. Both sums have their highest bit set if a <= k < b, and none
+carries into the next byte. Two ranges have four bytes. The producer makes the words, and they lie
+beside the log-sum-exps.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -35,6 +42,71 @@ def _in_place(queries, bounds):
     count = queries // 2
     ties = [str(i) for i in range(count)]
     return ",".join(["=f"] * count + ties + ["r"] * (2 * bounds))
+
+
+@gluon.constexpr_function
+def _hidden_by_words(queries, ranges):
+    """Assembly: 0 for probabilities of a thread's two keys that no range of a query shows."""
+    count = queries // 2
+    lines = ["{ .reg .pred p; .reg .b32 t, u;"]
+    for i in range(count):
+        row, query = i // 2 % 2, i // 4 * 2 + i % 2
+        key = f"${2 * count + count // 2 + row}"
+        lines.append(f"add.s32 t, ${2 * count + query}, {key};")
+        if ranges == 1:
+            lines.append("not.b32 t, t; and.b32 t, t, 0x8080; setp.eq.s32 p, t, 0;")
+        else:
+            lines.append("shr.u32 u, t, 8; and.b32 u, u, t; and.b32 u, u, 0x800080;")
+            lines.append("setp.ne.s32 p, u, 0;")
+        lines.append(f"selp.f32 ${i}, ${i}, 0f00000000, p;")
+    return " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def _words_in_place(queries):
+    """Constraints: probabilities stay in their registers."""
+    count = queries // 2
+    ties = [str(i) for i in range(count)]
+    return ",".join(["=f"] * count + ties + ["r"] * (count // 2 + 2))
+
+
+@gluon.jit
+def hide_by_words(p_NM, words_M, params, CONSUMER: gl.constexpr):
+    """As `hide_queries`, for queries with key_ranges."""
+    M: gl.constexpr = p_NM.shape[1]
+    RANGES: gl.constexpr = params.mask.RANGES
+    key_N = gl.arange(0, ROWS, layout=gl.SliceLayout(1, p_NM.type.layout)) + CONSUMER * ROWS
+    bytes_N = key_N | (127 - key_N) << 8
+    if RANGES == 2:
+        bytes_N = bytes_N | bytes_N << 16
+    text: gl.constexpr = _hidden_by_words(M, RANGES)
+    operands: gl.constexpr = _words_in_place(M)
+    return inline_asm(text, operands, [p_NM, words_M, bytes_N], p_NM.type, is_pure=True)
+
+
+@gluon.jit
+def word_of(first_M, end_M, place_M, col, params, tile):
+    """The bytes of a range of each query, by where keys from `col` on lie in it. place_M: of the
+    query's diagonal."""
+    first_M = gl.maximum(first_M, 0)
+    end_M = gl.minimum(gl.maximum(end_M, 0), tile.seq.len_k)
+    if params.mask.HAS_LEFT:
+        first_M = gl.maximum(first_M, place_M - params.mask.left)
+    if params.mask.HAS_RIGHT:
+        end_M = gl.minimum(end_M, place_M + params.mask.right + 1)
+    first_M = gl.minimum(gl.maximum(first_M - col, 0), 128)
+    end_M = gl.minimum(gl.maximum(end_M - col, 0), 128)
+    return (128 - first_M) | end_M << 8
+
+
+@gluon.jit
+def range_words(bounds, rows_M, params, tile):
+    """The words of queries at a key tile. bounds: the two or four numbers of each query."""
+    place_M = rows_M + tile.seq.off
+    words_M = word_of(bounds[0], bounds[1], place_M, tile.col, params, tile)
+    if params.mask.RANGES == 2:
+        words_M |= word_of(bounds[2], bounds[3], place_M, tile.col, params, tile) << 16
+    return words_M
 
 
 @gluon.jit

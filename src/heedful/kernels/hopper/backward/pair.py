@@ -33,13 +33,14 @@ from heedful.kernels.hopper.backward.columns import (
 from heedful.kernels.hopper.backward.consumer import store_gradient
 from heedful.kernels.hopper.backward.dq.sums import add_registers
 from heedful.kernels.hopper.backward.mainloop import key_box
-from heedful.kernels.hopper.backward.mask import hide_queries
+from heedful.kernels.hopper.backward.mask import hide_by_words, hide_queries
 from heedful.kernels.hopper.backward.p_scale import p_descale
 from heedful.kernels.hopper.backward.producer import backward_producer
 from heedful.kernels.hopper.backward.scores import kept_probabilities
 from heedful.kernels.hopper.backward.shared import (
     CONSUMERS,
     allocate_queries,
+    load_words,
     release_keys,
     sync_consumers,
     wait_for_keys,
@@ -172,8 +173,12 @@ def probabilities(shared, visit, params, tile, CONSUMER: gl.constexpr):
     s_NM = add_transposed(keys, shared.q.tile(q_state), s_NM, params.tile.D)
     s_NM = warpgroup_mma_wait(0, deps=[s_NM])
     p_NM = gl.exp2(s_NM * params.mods.scale_log2)
-    row = read_number(shared.rows.index(q_state.index))
-    p_NM = hide_queries(p_NM, params, tile, row, CONSUMER)
+    if params.mask.RANGES:
+        words_M = load_words(shared, params, q_state.index, rows)
+        p_NM = hide_by_words(p_NM, words_M, params, CONSUMER)
+    else:
+        row = read_number(shared.rows.index(q_state.index))
+        p_NM = hide_queries(p_NM, params, tile, row, CONSUMER)
     return to_pairs(p_NM, gl.float16)
 
 

@@ -17,6 +17,7 @@ from heedful.kernels.hopper.backward.dq.sums import (
     wait_until_read,
 )
 from heedful.kernels.hopper.backward.far_rows import any_far, is_far, scale_rows
+from heedful.kernels.hopper.backward.mask import range_words
 from heedful.kernels.hopper.backward.shared import SHARES, adders
 from heedful.kernels.hopper.backward.tile import (
     key_tile,
@@ -47,14 +48,45 @@ def load_numbers(ptr, io, params, tile, head, row, other):
 
 
 @gluon.jit
+def load_bounds(params, tile, head, row):
+    """The bounds of key_ranges of query rows from `row` on, two or four of each; else none."""
+    if params.mask.RANGES:
+        ranges = params.mask.ranges
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        base = ranges.ptr + tile.batch.to(gl.int64) * ranges.stride_b
+        base += head.to(gl.int64) * ranges.stride_h
+        rows_M = row + gl.arange(0, params.tile.BLOCK_M, layout=layout)
+        at_M = base + (tile.seq.token_q + rows_M).to(gl.int64) * ranges.stride_m
+        exists_M = rows_M < tile.seq.len_q
+        bounds = gl.load(at_M, mask=exists_M, other=0), gl.load(at_M + 1, mask=exists_M, other=0)
+        if params.mask.RANGES == 2:
+            second = gl.load(at_M + 2, mask=exists_M, other=0)
+            bounds = bounds + (second, gl.load(at_M + 3, mask=exists_M, other=0))
+        return bounds
+    else:
+        return ()
+
+
+@gluon.jit
+def store_words(shared, bounds, params, tile, row, state):
+    """Stores the words of query rows beside their tile, once its stage is empty."""
+    if params.mask.RANGES:
+        barrier.wait(shared.q.empty.index(state.index), state.phase ^ 1)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        rows_M = row + gl.arange(0, params.tile.BLOCK_M, layout=layout)
+        words_M = range_words(bounds, rows_M, params, tile).to(gl.float32, bitcast=True)
+        shared.lse.index(params.tile.Q_STAGES + state.index).store(words_M)
+
+
+@gluon.jit
 def queries_of(io, params, tile, blocks, visit):
-    """(query head, first row, lse_log2, delta) of a visit; the loads of the last two are under way.
-    Rows past the last one have no probabilities."""
+    """(query head, first row, lse_log2, delta, bounds) of a visit; the loads of the last three are
+    under way. Rows past the last one have no probabilities."""
     head, block = query_tile(params, tile, blocks, visit)
     row = block * params.tile.BLOCK_M
     lse_M = load_numbers(io.lse_log2.ptr, io, params, tile, head, row, float("inf"))
     delta_M = load_numbers(io.delta, io, params, tile, head, row, 0.0)
-    return head, row, lse_M, delta_M
+    return head, row, lse_M, delta_M, load_bounds(params, tile, head, row)
 
 
 @gluon.jit
@@ -113,7 +145,7 @@ def load_dout(io, shared, params, tile, blocks, numbers, following, state, far_p
     next phase of the barrier at which this warp waits for cotangents that it scales."""
     PACKED: gl.constexpr = params.seqs.cu_q is not None
     desc = io.dout
-    head, row, lse_M, delta_M = numbers
+    head, row, lse_M, delta_M, _bounds = numbers
     ring, factors = shared.do, shared.delta.index(state.stages)
     is_far_tile = any_far(lse_M)
     full = ring.producer_acquire(state, state)
@@ -159,7 +191,7 @@ def load_tile(io, shared, params, tile, blocks, first, end, states, kv_count):
     q_state, do_state, far_phase = states
     numbers = queries_of(io, params, tile, blocks, first)
     for visit in range(first, end):
-        head, row, lse_M, _delta_M = numbers
+        head, row, lse_M, _delta_M, bounds = numbers
         if visit == first:
             if K_AHEAD:
                 load_k(io, shared, params, tile, kv_count)
@@ -167,6 +199,7 @@ def load_tile(io, shared, params, tile, blocks, first, end, states, kv_count):
                 load_v(io, shared, params, tile, kv_count)
         if TELLS_PLACES:
             tell_place(shared, params, tile, head, row, q_state)
+        store_words(shared, bounds, params, tile, row, q_state)
         load_rows(io.q, shared.q, shared.lse, lse_M, params, tile, head, row, q_state)
         if visit == first:
             if K_AHEAD:
@@ -251,14 +284,19 @@ def backward_adder(
             address = io.dq_accum + place * params.tile.D
             if TAKES_TURNS:
                 turn = params.order.turns + place // BLOCK_M
-                wait_for_turn(turn, turn_of(params, tile, block))
+                number = turn_of(params, tile, head, block)
+                wait_for_turn(turn, number)
             for i in gl.static_range(SHARES):
                 barrier.wait(shared.dq_full.index(ADDER * SHARES + i), phase)
                 add_share(address, shared, params, i)
                 wait_until_read()
                 barrier.arrive_lane(shared.dq_empty.index(i))
             if TAKES_TURNS:
-                end_turn(turn)
+                if params.mask.RANGES:
+                    if number >= 0:
+                        end_turn(turn)
+                else:
+                    end_turn(turn)
             phase ^= 1
         # The adders keep alternating in the next work tile.
         ahead = (ahead + end - first) % ADDERS

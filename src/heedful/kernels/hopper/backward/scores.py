@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.common.philox import kept_quads, origin_of
-from heedful.kernels.hopper.backward.mask import hide_queries
+from heedful.kernels.hopper.backward.mask import hide_by_words, hide_queries
 from heedful.kernels.hopper.backward.tile import query_tile
 from heedful.kernels.hopper.sm90.mma import ROWS
 from heedful.kernels.hopper.sm90.pairs import bfloat16_pairs, from_pairs, to_pairs
@@ -48,7 +48,7 @@ def keep_tile(dropout, tile, head, row, col, p_NM):
 @gluon.jit
 def queued_probabilities(
     s_NM,
-    lse_M,
+    rows,
     blocks,
     params,
     tile,
@@ -58,18 +58,21 @@ def queued_probabilities(
     MASKED: gl.constexpr,
 ):
     """The inputs of a visit's dV and dS: probabilities in pairs and, with softcap, the slopes of
-    the cap."""
+    the cap. rows: of `row_numbers`."""
     col = tile.col + CONSUMER * ROWS
     slopes = ()
     if params.mods.HAS_SOFTCAP:
         s_NM = apply_softcap(s_NM, params.mods.softcap_scale)
         slopes = (to_pairs(1.0 - s_NM * s_NM, dtype),)
-    if MASKED or params.dropout.IS_ON:
+    if (MASKED and not params.mask.RANGES) or params.dropout.IS_ON:
         head, block = query_tile(params, tile, blocks, number)
         row = block * params.tile.BLOCK_M
-    p_NM = gl.exp2(s_NM * params.mods.scale_log2 - lse_M[None, :])
+    p_NM = gl.exp2(s_NM * params.mods.scale_log2 - rows[0][None, :])
     if MASKED:
-        p_NM = hide_queries(p_NM, params, tile, row, CONSUMER)
+        if params.mask.RANGES:
+            p_NM = hide_by_words(p_NM, rows[1], params, CONSUMER)
+        else:
+            p_NM = hide_queries(p_NM, params, tile, row, CONSUMER)
     if params.dropout.IS_ON:
         keep_NM = keep_tile(params.dropout, tile, head, row, col, p_NM)
         p_NM = gl.where(keep_NM, p_NM, -p_NM)

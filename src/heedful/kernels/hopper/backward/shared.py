@@ -29,7 +29,8 @@ def adders(params):
 @gluon.jit
 def allocate_queries(io, params):
     """(ring of query tiles, ring of their cotangents, memory for lse, memory for delta). For tiles
-    with far rows, cotangents have one more full barrier, and delta room for the factors of rows."""
+    with far rows, cotangents have one more full barrier, and delta room for the factors of rows. If
+    rows have key_ranges, lse has room for their words, too."""
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     STAGES: gl.constexpr = params.tile.DO_STAGES
     shape: gl.constexpr = io.dout.block_type.shape
@@ -38,9 +39,27 @@ def allocate_queries(io, params):
     full, empty = barriers(STAGES + 1, 1), barriers(STAGES, CONSUMERS)
     do = Pipeline(boxes, None, full, empty, box_rows(shape), shape[-1])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    lse = gl.allocate_shared_memory(gl.float32, [params.tile.Q_STAGES, BLOCK_M], plain)
+    KINDS: gl.constexpr = 2 if params.mask.RANGES else 1
+    lse = gl.allocate_shared_memory(gl.float32, [params.tile.Q_STAGES * KINDS, BLOCK_M], plain)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES + 1, BLOCK_M], plain)
     return q, do, lse, delta
+
+
+@gluon.jit
+def load_words(shared, params, stage, layout: gl.constexpr):
+    """The words of a stage's query rows, in registers: which keys they see by key_ranges, see
+    mask.py. They lie behind all lse."""
+    return shared.lse.index(params.tile.Q_STAGES + stage).load(layout).to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def row_numbers(shared, params, stage, layout: gl.constexpr, MASKED: gl.constexpr):
+    """(lse, words) of a stage's query rows, in registers. Words are there for a mask by
+    key_ranges."""
+    rows = (shared.lse.index(stage).load(layout),)
+    if MASKED and params.mask.RANGES:
+        rows = rows + (load_words(shared, params, stage, layout),)
+    return rows
 
 
 @gluon.jit

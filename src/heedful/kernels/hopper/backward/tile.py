@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from heedful.kernels.common.row_hulls import first_entry, row_hulls
 from heedful.kernels.common.sequences import Seqlens, within
 from heedful.kernels.hopper.sm90.compat import aggregate
+from heedful.kernels.hopper.sm90.mma import ROWS
 from heedful.kernels.hopper.sm90.sequences import sequence
 from heedful.kernels.hopper.sm90.tile_scheduler import TileScheduler, l2_swizzle
 
@@ -93,10 +95,41 @@ def next_index(scheduler, index, state):
 
 
 @gluon.jit
-def turn_of(params, tile, block):
+def turn_of(params, tile, head, block):
     """How many key tiles are added to a query tile before this one. Those that the query tile
     visits are added from the last under a diagonal, else from the first. Any of its rows counts,
-    even one past the last, as in `m_block_range`."""
+    even one past the last, as in `m_block_range`. A tile that key_ranges have visited in vain adds
+    zeros, has no turn and gets -1."""
+    if params.mask.RANGES:
+        return turn_by_ranges(params, tile, head, block)
+    else:
+        return turn_by_position(params, tile, block)
+
+
+@gluon.jit
+def turn_by_ranges(params, tile, head, block):
+    """`turn_of` where rows have key_ranges: a place in their two runs of key tiles."""
+    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
+    N: gl.constexpr = params.tile.BLOCK_N
+    key_block = tile.col // N
+    at = first_entry(params.order.hulls.of_keys, tile.seq, tile.batch, head)
+    count: gl.constexpr = BLOCK_M // ROWS
+    hulls = row_hulls(at, block * BLOCK_M, tile.seq.len_q, count, params.mask.RANGES)
+    end = gl.cdiv(hulls.end, N)
+    begin = gl.minimum(hulls.begin // N, end)
+    later_end = gl.maximum(gl.cdiv(hulls.later_end, N), end)
+    later_begin = gl.minimum(gl.maximum(hulls.later_begin // N, end), later_end)
+    is_later = key_block >= end
+    turn = key_block - gl.where(is_later, later_begin - (end - begin), begin)
+    if params.mask.HAS_RIGHT:
+        turn = (end - begin) + (later_end - later_begin) - 1 - turn
+    first = gl.where(is_later, later_begin, begin)
+    return gl.where((key_block >= first) & (key_block < later_end), turn, -1)
+
+
+@gluon.jit
+def turn_by_position(params, tile, block):
+    """`turn_of` of rows without key_ranges."""
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     BLOCK_N: gl.constexpr = params.tile.BLOCK_N
     key_block = tile.col // BLOCK_N
@@ -174,6 +207,28 @@ def key_tile(params, index):
 def m_block_range(params, tile):
     """The query tiles that see any of a tile's keys, and those whose queries all see all of them.
     Rows past the last query do not count: their log-sum-exp makes their probabilities 0."""
+    if params.mask.RANGES:
+        return m_blocks_of_ranges(params, tile)
+    else:
+        return m_blocks_by_position(params, tile)
+
+
+@gluon.jit
+def m_blocks_of_ranges(params, tile):
+    """`m_block_range` as `query_hulls` stored it."""
+    hulls = params.order.hulls
+    entry = tile.seq.token_k // params.tile.BLOCK_N + tile.batch
+    if params.seqs.cu_k is None:
+        entry = tile.batch.to(gl.int64) * params.order.key_blocks
+    if hulls.entries is not None:
+        entry += tile.kv_head.to(gl.int64) * hulls.entries
+    at = hulls.query_hulls + (entry + tile.col // params.tile.BLOCK_N) * 4
+    return MBlockRange(gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3))
+
+
+@gluon.jit
+def m_blocks_by_position(params, tile):
+    """`m_block_range` of rows without key_ranges."""
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     BLOCK_N: gl.constexpr = params.tile.BLOCK_N
     col = tile.col

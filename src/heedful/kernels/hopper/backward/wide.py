@@ -37,6 +37,7 @@ from heedful.kernels.hopper.backward.shared import (
     CONSUMERS,
     allocate_queries,
     release_keys,
+    row_numbers,
     sync_consumers,
     wait_for_keys,
 )
@@ -162,10 +163,10 @@ def value_gradients(io, shared, visit, blocks, params, tile, first, end):
         do_state = stage_of(visit, params.tile.DO_STAGES)
         crossing = stage_of(visit, CROSSING_STAGES)
         s_NM = queue_visit(shared, visit, params)
-        lse_M = shared.lse.index(q_state.index).load(gl.SliceLayout(0, layout))
+        rows = row_numbers(shared, params, q_state.index, gl.SliceLayout(0, layout), True)
         s_NM = warpgroup_mma_wait(0, deps=[s_NM])
         shared.q.consumer_release(q_state)
-        queued = queued_probabilities(s_NM, lse_M, blocks, params, tile, number, dtype, 0, True)
+        queued = queued_probabilities(s_NM, rows, blocks, params, tile, number, dtype, 0, True)
         shared.p.index(crossing.index).store(crossing_probabilities(queued, params, dtype, layout))
         barrier.arrive_each_warp(shared.p_full.index(crossing.index))
         shared.do.consumer_wait(do_state)

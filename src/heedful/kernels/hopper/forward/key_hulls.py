@@ -1,20 +1,19 @@
-"""For the Hopper forward: which keys each 64 query rows see by their key_ranges.
+"""For the Hopper kernels: which keys each 64 query rows see by their key_ranges.
 
-The kernel is `key_hulls`, launched before a forward. An entry has four numbers of keys: the rows
-see keys from the first to before the last, and each of them sees every key from the second to
-before the third. Heads that share their ranges share entries.
+The kernel is `key_hulls`, launched before a forward or a backward. An entry has eight numbers of
+keys: the rows see keys from the first to before the second, and from the fifth to before the sixth,
+which lie behind these. Each row sees every key from the third to before the fourth. The last two
+are not used. Heads that share their ranges share entries.
 """
 
 import triton
 import triton.language as tl
 
 from heedful.kernels.args.hopper import HullIO
-from heedful.kernels.args.shared import Mask, Sequences, Shape, Tile
+from heedful.kernels.args.shared import KeyHulls, Mask, Sequences, Shape, Tile
+from heedful.kernels.common.row_hulls import NOWHERE, first_entry
 from heedful.kernels.common.row_ranges import range_hulls
 from heedful.kernels.common.sequences import place_of
-
-# Where rows that see nothing begin to see.
-NOWHERE = tl.constexpr(1 << 30)
 
 
 @triton.jit
@@ -39,16 +38,16 @@ def key_hulls(
         return
     hull, other = range_hulls(row, place, mask, tile)
     begin = tl.where(hull.begin < hull.end, hull.begin, NOWHERE)
-    other_begin = tl.where(other.begin < other.end, other.begin, NOWHERE)
     end = tl.where(hull.begin < hull.end, hull.end, 0)
+    other_begin = tl.where(other.begin < other.end, other.begin, NOWHERE)
     other_end = tl.where(other.begin < other.end, other.end, 0)
-    entry = place.h * io.entries + block
-    if seqs.cu_q is None:
-        entry += place.b * io.blocks
-    else:
-        entry += place.seq.token_q // tile.BLOCK_M + place.b
-    at = io.key_hulls + entry * 4
-    tl.store(at, tl.minimum(begin, other_begin))
-    tl.store(at + 1, hull.full_begin)
-    tl.store(at + 2, hull.full_end)
-    tl.store(at + 3, tl.maximum(end, other_end))
+    is_first = begin <= other_begin
+    blocks = io.blocks if seqs.cu_q is None else None
+    at = first_entry(KeyHulls(io.key_hulls, io.entries, blocks), place.seq, b, h)
+    at += block * 8
+    tl.store(at, tl.where(is_first, begin, other_begin))
+    tl.store(at + 1, tl.where(is_first, end, other_end))
+    tl.store(at + 2, hull.full_begin)
+    tl.store(at + 3, hull.full_end)
+    tl.store(at + 4, tl.where(is_first, other_begin, begin))
+    tl.store(at + 5, tl.where(is_first, other_end, end))

@@ -10,12 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.common.key_range import key_bounds
+from heedful.kernels.common.row_hulls import first_entry, row_hulls
 from heedful.kernels.hopper.sm90.compat import aggregate
 from heedful.kernels.hopper.sm90.mma import ROWS
 from heedful.kernels.hopper.sm90.sequences import query_position
-
-# Where rows that see nothing begin to see.
-NOWHERE: gl.constexpr = gl.constexpr(1 << 30)
 
 
 @aggregate
@@ -23,8 +21,9 @@ class NBlockRange:
     """Some rows see key tiles [begin, end). All but [full_begin, full_end) of them need a mask.
 
     swaps: whether the last two tiles are visited in the other order, see `visits_last_second`. If
-    leading keys stay visible beside a window, tiles [0, first_end) are visited after these; of all
-    visits, `visits` from number `skipped` on belong to this split. Else these fields are None.
+    rows see a second run of keys, such as leading keys beside a window, its tiles, which end at
+    first_end, are visited after these; of all visits, `visits` from number `skipped` on belong to
+    this split. Else these fields are None.
     """
 
     begin: gl.tensor
@@ -49,26 +48,29 @@ def n_block_range(params, tile, row, rows: gl.constexpr):
 
 @gluon.jit
 def hull_of_rows(params, tile, row, rows: gl.constexpr):
-    """The key tiles that rows see by their key_ranges, as `key_hulls` stored it."""
+    """The key tiles that rows see by their key_ranges, as `key_hulls` stored it: with two ranges,
+    two runs of tiles."""
     N: gl.constexpr = params.tile.BLOCK_N
-    entry = tile.seq.token_q // ROWS + tile.batch
-    if params.order.hull_blocks is not None:
-        entry = tile.batch.to(gl.int64) * params.order.hull_blocks
-    if params.order.hull_entries is not None:
-        entry += tile.head.to(gl.int64) * params.order.hull_entries
-    at = params.order.key_hulls + (entry + row // ROWS) * 4
-    begin = gl.to_tensor(NOWHERE)
-    full_begin = gl.to_tensor(0)
-    full_end = gl.to_tensor(NOWHERE)
-    end = gl.to_tensor(0)
-    for i in gl.static_range(rows // ROWS):
-        exists = row + i * ROWS < tile.seq.len_q
-        begin = gl.minimum(begin, gl.load(at + 4 * i, mask=exists, other=NOWHERE))
-        full_begin = gl.maximum(full_begin, gl.load(at + 4 * i + 1, mask=exists, other=0))
-        full_end = gl.minimum(full_end, gl.load(at + 4 * i + 2, mask=exists, other=NOWHERE))
-        end = gl.maximum(end, gl.load(at + 4 * i + 3, mask=exists, other=0))
-    end = gl.cdiv(end, N)
-    return NBlockRange(gl.minimum(begin // N, end), gl.cdiv(full_begin, N), full_end // N, end)
+    at = first_entry(params.order.hulls, tile.seq, tile.batch, tile.head)
+    hulls = row_hulls(at, row, tile.seq.len_q, rows // ROWS, params.mask.RANGES)
+    end = gl.cdiv(hulls.end, N)
+    begin = gl.minimum(hulls.begin // N, end)
+    full_begin = gl.cdiv(hulls.full_begin, N)
+    full_end = hulls.full_end // N
+    if params.mask.RANGES == 1:
+        return NBlockRange(begin, full_begin, full_end, end)
+    else:
+        later_end = gl.maximum(gl.cdiv(hulls.later_end, N), end)
+        later_begin = gl.minimum(gl.maximum(hulls.later_begin // N, end), later_end)
+        visits = end - begin + later_end - later_begin
+        # The run with tiles that need no mask is visited first.
+        is_later = (full_begin < full_end) & (full_begin >= later_begin)
+        first_end = gl.where(is_later, end, later_end)
+        begin = gl.where(is_later, later_begin, begin)
+        end = gl.where(is_later, later_end, end)
+        full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
+        full_end = gl.minimum(gl.maximum(full_end, full_begin), end)
+        return NBlockRange(begin, full_begin, full_end, end, first_end, gl.to_tensor(0), visits)
 
 
 @gluon.jit
@@ -136,7 +138,7 @@ def visits_last_second(blocks):
 @gluon.jit
 def n_block_count(params, blocks):
     """How many key tiles are visited."""
-    if params.mask.first is None:
+    if blocks.visits is None:
         return blocks.end - blocks.begin
     else:
         return blocks.visits
@@ -145,7 +147,7 @@ def n_block_count(params, blocks):
 @gluon.jit
 def n_block_at(params, blocks, step):
     """The key tile of visit `step`."""
-    if params.mask.first is None:
+    if blocks.visits is None:
         in_order = blocks.end - 1 - step
         if blocks.swaps is None:
             return in_order
@@ -164,8 +166,8 @@ def program_n_block_range(params, tile, split):
     ROWS_OF_ALL: gl.constexpr = params.tile.CONSUMERS * ROWS // params.gqa.PACK_GQA
     place = query_position(params, tile.row)
     blocks = n_block_range(params, tile, place, ROWS_OF_ALL)
-    visits = blocks.end - blocks.begin
-    first_end = gl.to_tensor(0)
+    visits = n_block_count(params, blocks)
+    first_end = blocks.first_end
     if params.mask.first is not None:
         seen = gl.minimum(params.mask.first, tile.seq.len_k)
         if params.mask.HAS_RIGHT:
@@ -178,7 +180,7 @@ def program_n_block_range(params, tile, split):
         each = gl.cdiv(visits, params.split.splits)
         skipped = gl.minimum(split * each, visits)
         visits = gl.minimum(skipped + each, visits) - skipped
-    if params.mask.first is not None:
+    if first_end is not None:
         return NBlockRange(
             blocks.begin, blocks.full_begin, blocks.full_end, blocks.end, first_end, skipped, visits
         )
@@ -194,9 +196,9 @@ def program_n_block_range(params, tile, split):
 @gluon.jit
 def consumer_n_block_range(params, tile, row, program_blocks):
     """Those key tiles of a program that the rows of one consumer, from `row` on, see."""
-    if params.mask.first is not None:
-        # The rows see leading keys and later ones, with others between. Two ranges for each
-        # consumer would take too many registers.
+    if program_blocks.visits is not None:
+        # The rows see two runs of keys, with others between. Two ranges for each consumer would
+        # take too many registers.
         return program_blocks
     else:
         blocks = n_block_range(

@@ -1,0 +1,79 @@
+"""For the Hopper backward: which query tiles see a key tile by their key_ranges.
+
+The kernel is `query_hulls`, launched before the prologue. An entry has the four numbers of an
+`MBlockRange`. Query tiles that see few of the keys between others that see all are one run: the
+kernel may visit some in vain. KV heads whose query heads share their ranges share entries.
+"""
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.args.hopper_backward import QueryHullIO
+from heedful.kernels.args.shared import Mask, Sequences, Shape
+from heedful.kernels.common.row_hulls import ROWS, first_entry, row_hulls
+from heedful.kernels.common.sequences import place_of
+
+# Query tiles that are looked at together.
+CHUNK = tl.constexpr(128)
+
+
+@triton.jit
+def query_hulls(
+    io: QueryHullIO,
+    seqs: Sequences,
+    shape: Shape,
+    mask: Mask,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Stores the entries. The grid has a program for each key tile of the longest sequence, of each
+    sequence and of each KV head that has ranges of its own."""
+    block = tl.program_id(0) % io.blocks
+    bg = tl.program_id(0) // io.blocks
+    b = bg // io.heads
+    g = bg % io.heads
+    place = place_of(b, g, g, seqs, shape, mask, False)
+    col = block * BLOCK_N
+    if col >= place.seq.stored_k:
+        return
+    len_q = place.seq.len_q
+    stop = tl.minimum(col + BLOCK_N, place.seq.len_k)
+    count = tl.cdiv(len_q, BLOCK_M)
+    begin = count
+    end = 0
+    full_begin = 0
+    full_end = count
+    for r in range(0, io.group):
+        at = first_entry(io.of_keys, place.seq, b, g * io.group + r)
+        head_begin = count
+        head_end = 0
+        fulls = 0
+        for first in range(0, count, CHUNK):
+            tiles = first + tl.arange(0, CHUNK)
+            hulls = row_hulls(at, tiles * BLOCK_M, len_q, BLOCK_M // ROWS, mask.RANGES)
+            sees = (hulls.begin < stop) & (hulls.end > col)
+            sees |= (hulls.later_begin < stop) & (hulls.later_end > col)
+            full = (hulls.full_begin <= col) & (hulls.full_end >= col + BLOCK_N)
+            full &= tiles < count
+            begin = tl.minimum(begin, tl.min(tl.where(sees, tiles, count), 0))
+            end = tl.maximum(end, tl.max(tl.where(sees, tiles + 1, 0), 0))
+            head_begin = tl.minimum(head_begin, tl.min(tl.where(full, tiles, count), 0))
+            head_end = tl.maximum(head_end, tl.max(tl.where(full, tiles + 1, 0), 0))
+            fulls += tl.sum(full.to(tl.int32), 0)
+        # Tiles that need no mask are one run, or none are known.
+        if head_end - head_begin != fulls:
+            head_end = 0
+        full_begin = tl.maximum(full_begin, head_begin)
+        full_end = tl.minimum(full_end, head_end)
+    end = tl.maximum(end, begin)
+    full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
+    full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
+    entry = place.seq.token_k // BLOCK_N + b
+    if seqs.cu_k is None:
+        entry = tl.cast(b, tl.int64) * io.blocks
+    entry += tl.cast(g, tl.int64) * io.entries + block
+    at = io.query_hulls + entry * 4
+    tl.store(at, begin)
+    tl.store(at + 1, full_begin)
+    tl.store(at + 2, full_end)
+    tl.store(at + 3, end)

@@ -1,0 +1,229 @@
+"""python tools/time_masks.py [--heads 16] [--dims 128,64] [--rounds 12] [--only documents] [--flex]
+
+Times masks by key_ranges beside the calls that they may replace, forward and backward, in one
+process, one call of each in turn; and what a new mask costs on the device. It prints tables of
+measurements/hopper-forward.md and hopper-backward.md. --warm: runs every call once, to compile it.
+"""
+
+import argparse
+import random
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+import torch
+from torch.nn.attention import flex_attention as flex
+
+from heedful import masks
+from heedful.torch import flash_attn_func, flash_attn_varlen_func
+
+Call = Callable[..., Any]
+
+
+def lengths(total: int, middle: float = 2000.0, sigma: float = 1.2) -> list[int]:
+    """Lengths of documents from a log-normal distribution of this median, which fill a row."""
+    rng, made = random.Random(29), []
+    while sum(made) < total:
+        made.append(min(int(middle * 2.71828 ** rng.gauss(0, sigma)) + 1, total - sum(made)))
+    return made
+
+
+def inputs(batch: int, seqlen: int, heads: int, dim: int) -> list[torch.Tensor]:
+    made = torch.randn(4, batch, seqlen, heads, dim, device="cuda", dtype=torch.bfloat16)
+    return [x.requires_grad_() for x in made[:3].unbind(0)] + [made[3]]
+
+
+def attention(x: list[torch.Tensor], **how: Any) -> Call:
+    q, k, v, _ = x
+    return lambda: flash_attn_func(q, k, v, **how)
+
+
+def ranged(x: list[torch.Tensor], ranges: torch.Tensor, causal: bool) -> Call:
+    return attention(x, causal=causal, key_ranges=ranges)
+
+
+def flexed(x: list[torch.Tensor], shows: Any) -> Call:
+    """FlexAttention of the same tensors, its mask made beforehand."""
+    q, k, v = (t.transpose(1, 2) for t in x[:3])
+    mask = flex.create_block_mask(shows, None, None, q.shape[2], q.shape[2], device="cuda")
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    return lambda: compiled(q, k, v, block_mask=mask).transpose(1, 2)
+
+
+def triangle(n: int) -> int:
+    return n * (n + 1) // 2
+
+
+def problems(heads: int, dim: int, wants_flex: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(what it is, calls by name), each with its tensors and its visible pairs of a head. The first
+    call is the plain one, which may be of other lengths."""
+    n = 65536
+    lens = lengths(n)
+    pairs = sum(map(triangle, lens))
+    ids = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens)).cuda()
+    cu = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32).cuda()
+    x = inputs(1, n, heads, dim)
+    flat = [t.detach()[0].requires_grad_(t.requires_grad) for t in x]
+    longest = max(lens)
+    calls = {
+        "packed": (flat, lambda: packed(flat, cu, longest), pairs),
+        "key_ranges": (x, ranged(x, masks.documents(ids[None]), True), pairs),
+    }
+    if wants_flex:
+        shows = lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)  # noqa: E731
+        calls["flex"] = (x, flexed(x, shows), pairs)
+    yield f"1 x {n}, {len(lens)} documents to {longest}, causal", calls
+
+    n = 16384
+    plain = inputs(1, n, heads, dim)
+    causal = (plain, attention(plain, causal=True), triangle(n))
+    # A window that hides nothing: masks of this kind have the tile of ranges.
+    same = (plain, attention(plain, window_size=(n, 0)), triangle(n))
+    zero = torch.zeros(1, 1, n, 1, dtype=torch.int32, device="cuda")
+    whole = torch.cat([zero, zero + n], -1)
+    calls = {
+        "causal": causal,
+        "same tile": same,
+        "key_ranges": (plain, ranged(plain, whole, True), triangle(n)),
+    }
+    yield f"1 x {n}, all keys as ranges, causal", calls
+
+    pairs = triangle(n) + triangle(4095)
+    prefix = masks.prefix(torch.tensor([4096], device="cuda"), n)
+    calls = {"causal": causal, "key_ranges": (plain, ranged(plain, prefix, False), pairs)}
+    if wants_flex:
+        calls["flex"] = (plain, flexed(plain, lambda b, h, i, j: (i >= j) | (j < 4096)), pairs)
+    yield f"1 x {n}, a prefix of 4096", calls
+
+    n = 32768
+    y = inputs(1, n, heads, dim)
+    chunks = masks.chunks(8192, n, like=y[0])
+    pairs = 4 * triangle(8192)
+    calls = {"causal": causal, "key_ranges": (y, ranged(y, chunks, True), pairs)}
+    yield f"1 x {n}, chunks of 8192, causal", calls
+
+    n = 8192
+    z = inputs(4, n, heads, dim)
+    real = torch.tensor([8192, 6100, 4500, 7000], device="cuda")
+    place = torch.arange(n, device="cuda")
+    lens = real.tolist()
+    sides = {"right": place < real[:, None], "left": place >= n - real[:, None]}
+    for side, shown in sides.items():
+        # Rows of padding on the right see all keys that are none.
+        more = sum((n - length) * length for length in lens) if side == "right" else 0
+        pairs = sum(map(triangle, lens)) + more
+        calls = {"causal": causal, "key_ranges": (z, ranged(z, masks.padding(shown), True), pairs)}
+        yield f"4 x {n}, padding {side}, causal", calls
+
+    n = 65536
+    pairs = sum(min(i + 1, 1024) + max(0, min(64, i - 1023)) for i in range(n))
+    window = (x, attention(x, window_size=(1023, 0, 64)), pairs)
+    local = masks.local_global(1023, 64, n, like=x[0])
+    calls = {"window": window, "key_ranges": (x, ranged(x, local, True), pairs)}
+    yield f"1 x {n}, window of 1024 beside 64 keys", calls
+
+
+def packed(x: list[torch.Tensor], cu: torch.Tensor, longest: int) -> torch.Tensor:
+    q, k, v, _ = x
+    return flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, causal=True)
+
+
+def timed(runs: dict[str, Call], rounds: int) -> dict[str, float]:
+    """Milliseconds of each, the median of so many rounds, each of which has all in turn."""
+    taken: dict[str, list[Any]] = {name: [] for name in runs}
+    for call in runs.values():
+        call()
+    for _ in range(rounds):
+        for name, call in runs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # The host runs ahead, so that the device waits for nothing.
+            torch.cuda._sleep(400_000)
+            begin.record()
+            call()
+            end.record()
+            taken[name].append((begin, end))
+    torch.cuda.synchronize()
+    return {name: median(a.elapsed_time(b) for a, b in pairs) for name, pairs in taken.items()}
+
+
+def directions(calls: dict[str, Any]) -> Iterator[tuple[str, dict[str, Call], int]]:
+    def backward(x, call) -> Call:
+        out = call()
+        dout = torch.randn_like(out)
+        return lambda: torch.autograd.grad(out, x[:3], dout, retain_graph=True)
+
+    yield "forward", {name: call for name, (_, call, _) in calls.items()}, 4
+    yield "backward", {name: backward(x, call) for name, (x, call, _) in calls.items()}, 10
+
+
+def device_time(call: Call) -> float:
+    """Microseconds that a call's kernels take on the device."""
+    call()
+    kind = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[kind]) as found:
+        for _ in range(5):
+            call()
+        torch.cuda.synchronize()
+    return sum(e.device_time_total for e in found.events() or () if "Memset" not in e.name) / 5
+
+
+def new_masks(heads: int) -> None:
+    """What a new mask of documents costs: the ranges, the kernels that find tiles, flex's mask."""
+    n = 65536
+    lens = lengths(n)
+    ids = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens)).cuda()[None]
+    x = inputs(1, n, heads, 128)
+    ranges = masks.documents(ids)
+    run = ranged(x, ranges, True)
+    out = run()
+    dout = torch.randn_like(out)
+    kinds = {"key_hulls": 0.0, "query_hulls": 0.0}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for _ in range(5):
+            torch.autograd.grad(run(), x[:3], dout)
+        torch.cuda.synchronize()
+    for event in found.events() or ():
+        for name in kinds:
+            if name in event.name:
+                kinds[name] += event.device_time_total / 5
+    made = device_time(lambda: masks.documents(ids))
+    row = ids[0]
+    shows = lambda b, h, i, j: (row[i] == row[j]) & (i >= j)  # noqa: E731
+    create = torch.compile(flex.create_block_mask)
+    made_flex = device_time(lambda: create(shows, None, None, n, n, device="cuda"))
+    print(f"\nnew mask, us: documents {made:.1f}", *(f"{k} {v:.1f}" for k, v in kinds.items()))
+    print(f"create_block_mask, compiled: {made_flex:.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--dims", default="128,64")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--flex", action="store_true")
+    parser.add_argument("--masks", action="store_true")
+    parser.add_argument("--warm", type=int, default=-1)
+    given = parser.parse_args()
+    print("| dim | mask | direction | call | ms | TFLOP/s | ratio |\n|" + " --- |" * 7)
+    for dim in map(int, given.dims.split(",")):
+        for number, (what, calls) in enumerate(problems(given.heads, dim, given.flex)):
+            if given.only not in what or (given.warm >= 0 and number != given.warm):
+                continue
+            for direction, runs, products in directions(calls):
+                found = timed(runs, 1 if given.warm >= 0 else given.rounds)
+                rates = {
+                    name: products * calls[name][2] * given.heads * dim / ms / 1e9
+                    for name, ms in found.items()
+                }
+                first = next(iter(rates.values()))
+                for name, rate in rates.items():
+                    ms = found[name]
+                    said = f"{ms:.3f} | {rate:.0f} | {rate / first:.3f}"
+                    print(f"| {dim} | {what} | {direction} | {name} | {said} |", flush=True)
+    if given.masks:
+        new_masks(given.heads)
+
+
+if __name__ == "__main__":
+    main()
