@@ -1,6 +1,6 @@
 """A sample of the GPU tests under compute-sanitizer's memcheck, processes side by side on all GPUs:
 
-    python tools/memcheck.py [--processes 16] [--seconds 150] [--list] [FILE ...]
+    python tools/memcheck.py [--processes 48] [--seconds 150] [--list] [FILE ...]
 
 Of each test it takes few cases in which every value of every parameter occurs, and every value of
 every field of a problem. Each tensor gets an allocation of its own, since PyTorch's pools hide what
@@ -191,7 +191,9 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     add = parser.add_argument
-    add("--processes", type=int, default=16, help="side by side, shared out to the GPUs")
+    add(
+        "--processes", type=int, default=min(48, os.cpu_count() or 1), help="shared out to the GPUs"
+    )
     add("--seconds", type=float, default=150.0, help="after which no test more is begun")
     add("--list", action="store_true", help="only say which tests they are")
     add("files", nargs="*", default=FILES, help="the files whose tests are sampled")

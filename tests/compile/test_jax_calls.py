@@ -134,6 +134,8 @@ def test_gradients_are_calls_whose_arrays_come_from_xla(monkeypatch):
     names = re.findall(r'@AllocateBuffer\(\).*?backend_config = "(\w+)"', text)
     # No two alike within a program: XLA would make them one, and copy.
     assert {"dq", "dk", "dv"} <= set(names)
+    # XLA refuses a version that says nothing.
+    assert "api_version = 0" not in text
     assert "output_operand_alias" in text
 
 

@@ -323,6 +323,21 @@ def test_vmap_writes_each_elements_scales():
             np.testing.assert_array_equal(one[i], other)
 
 
+def test_vmap_over_some_of_the_arrays_leaves_the_others_to_every_element():
+    """One of them along another axis than the first."""
+    given = as_jax(tokens() | caches("int8", 8, True))
+    axes = dict.fromkeys(given) | {"k": 2, "v_cache": 0}
+    both = {
+        name: array if axes[name] is None else jnp.stack([array, array[::-1]], axes[name])
+        for name, array in given.items()
+    }
+    got = jax.vmap(lambda given: STEP(**given), in_axes=(axes,))(both)
+    for i in range(2):
+        own = {n: a if axes[n] is None else jnp.take(a, i, axes[n]) for n, a in both.items()}
+        for one, other in zip(got[1:], STEP(**own)[1:], strict=True):
+            np.testing.assert_array_equal(one[i], other)
+
+
 BAD = {
     "k_descale, groups": ("k_descale", lambda t: torch.ones(*t.shape[:-1], 3)),
     "v_descale, rows": ("v_descale", lambda t: t[:, 1:]),

@@ -38,6 +38,7 @@ EACH = {
     "a = min(b, c)": {"a = max(b, c)"},
     "a = b.transpose(c, d)": set(),
     "a = larger(b, c)": set(),
+    "a = promote_types(b, c)": set(),
     "a = zip(b, c, strict=True)": {"a = zip(c, b, strict=True)"},
     "a = maximum(b, c) or minimum(b, c)": {"a = maximum(b, c) and minimum(b, c)"},
     "a = [b for b in c if d]": {"a = [b for b in c if (not (d))]"},

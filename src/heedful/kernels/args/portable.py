@@ -65,8 +65,7 @@ class KeyGradientsIO(NamedTuple):
 
 
 class BiasGradientsIO(NamedTuple):
-    """delta, reference and factor have the layout of lse. The last two are absent where no kernel
-    computes them."""
+    """delta, reference and factor have the layout of lse."""
 
     q: In[Rows]
     k: In[Rows]
@@ -80,7 +79,8 @@ class BiasGradientsIO(NamedTuple):
 
 
 class SinkGradientsIO(NamedTuple):
-    """delta, reference and factor: as in BiasGradientsIO. sink, dsink: (H,)."""
+    """delta, reference and factor have the layout of lse. The last two are absent where no kernel
+    computes them. sink, dsink: (H,)."""
 
     sink: In[Ptr]
     lse: In[RowVector]

@@ -24,6 +24,30 @@ class Index:
         return 5
 
 
+FAR = numbers.FAR
+WINDOWS = [
+    ((3, 5), (3, 5)),
+    ((FAR - 1, -1, 7), (FAR - 1, -1, 7)),
+    ((FAR + 1, 2**70), (FAR, FAR)),
+    # Leading keys that are all of them leave nothing for a left bound to hide, 0 among them.
+    ((0, 5, FAR), (FAR, 5, FAR)),
+    ((3, -1, FAR + 9), (FAR, -1, FAR)),
+    ((-1, 5, FAR), (-1, 5, FAR)),
+    ((0, FAR, 3), (0, FAR, 3)),
+    ((0, FAR + 1, FAR - 1), (0, FAR, FAR - 1)),
+    # Refused later, by name.
+    ((-2, FAR + 1, FAR), (-2, FAR, FAR)),
+    (("3", FAR + 1), ("3", FAR)),
+]
+
+
+@pytest.mark.parametrize(("sides", "wanted"), WINDOWS, ids=str)
+def test_bounds_that_hide_nothing_are_one_number(sides, wanted):
+    near = numbers.window(sides)
+    assert near == wanted
+    assert (near is sides) == (sides == wanted)
+
+
 @pytest.mark.parametrize("value", [5, np.int64(5), np.uint8(5), np.array(5), Index()])
 def test_what_stands_for_an_int_is_that_int(value):
     assert type(numbers.whole("n", value)) is int and numbers.whole("n", value) == 5

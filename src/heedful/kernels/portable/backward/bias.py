@@ -12,9 +12,8 @@ import triton.language as tl
 from heedful.kernels.args.portable import BiasGradientsIO, BiasShape
 from heedful.kernels.args.shared import PortableParams
 from heedful.kernels.common.rows import load_head_rows, wide
-from heedful.kernels.common.scores import head_mods, lse_to_subtract, probabilities, product_of_rows
+from heedful.kernels.common.scores import head_mods, probabilities, product_of_rows
 from heedful.kernels.common.sequences import place_of
-from heedful.kernels.common.statistics import load_references
 from heedful.kernels.portable.shared.dropout import dropout_words, keep_tile
 
 
@@ -34,9 +33,10 @@ def score_gradients(row0, col0, place, words, io: BiasGradientsIO, params):
     k_ND = load_head_rows(io.k, b, g, token_k, col0, len_k, D, N, BLOCK_D)
     rows_M = row0 + tl.arange(0, M)
     places_M = b * io.lse.stride_b + h * io.lse.stride_h + token_q + rows_M
-    lse_M = lse_to_subtract(io.lse, places_M, rows_M < len_q, True)
-    lse_M, factor_M = load_references(io.reference, io.factor, lse_M, places_M, rows_M < len_q)
-    delta_M = tl.load(io.delta + places_M, mask=rows_M < len_q, other=0.0)
+    exists_M = rows_M < len_q
+    lse_M = tl.load(io.reference + places_M, mask=exists_M, other=float("inf"))
+    factor_M = tl.load(io.factor + places_M, mask=exists_M, other=1.0)
+    delta_M = tl.load(io.delta + places_M, mask=exists_M, other=0.0)
     head = head_mods(params.mods.scale, b, h, params)
     p_MN, _slope = probabilities(q_MD, k_ND, lse_M, row0, col0, place, head, params, True, False)
     do_ME = load_head_rows(io.dout, b, h, token_q, row0, len_q, E, M, BLOCK_E)
