@@ -188,6 +188,29 @@ def test_gradients_of_gathered_pages_are_added_up_in_the_pages():
     assert not found[0].any() and not found[2].any()
 
 
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [(list, "got list"), (lambda x: x[:1], "a tuple of 1"), (lambda x: (*x, x[0]), "a tuple of 3")],
+)
+def test_a_shared_prefix_that_is_no_pair_is_refused(made, words):
+    prefix = made((some(4, 2, 8), some(4, 2, 8)))
+    with pytest.raises(TypeError, match=rf"^shared_prefix must be a tuple \(k, v\), .*{words}$"):
+        hj.flash_attn_with_kvcache(
+            some(1, 1, 2, 8), *[some(1, 6, 2, 8)] * 2, cache_seqlens=6, shared_prefix=prefix
+        )
+
+
+def test_as_many_pages_are_numbered_as_keys_fill_and_each_of_them_exists():
+    table = jnp.array([[3, 1, 2, 2], [1, 99, -5, 4]], jnp.int32)
+    x = Operands(None, some(5, 4, 2, 3), None, block_table=table, seqused_k=jnp.array([7, 5]))
+    padded = x._replace(leftpad_k=jnp.array([2, 4]))
+    for longest, count in ((12, 3), (9, 3), (8, 2), (1, 1), (0, 0)):
+        numbers = pages.page_numbers(x, longest)
+        np.testing.assert_array_equal(numbers, np.array([[3, 1, 0], [1, 4, 0]])[:, :count])
+        numbers = pages.page_numbers(padded, longest)
+        np.testing.assert_array_equal(numbers, np.array([[3, 1, 2], [1, 4, 0]])[:, :count])
+
+
 def test_new_tokens_lie_in_their_pages_and_nowhere_else():
     """At the ends of pages, one before and one behind; of rows that are padded, none."""
     cache, new = jnp.zeros((6, 4, 1, 2)), some(4, 2, 1, 2)
