@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+import heedful
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
@@ -45,7 +46,9 @@ def test_a_record_is_read_back_by_the_process_that_wrote_it_and_by_others():
     validations._read.cache_clear()
     assert validations.validated(DEVICE) == {"gated"}
     text = path.read_text()
-    assert json.loads(text)["device"] == DEVICE.name
+    facts = json.loads(text)
+    assert (facts["device"], facts["arch"]) == (DEVICE.name, DEVICE.arch)
+    assert (facts["heedful"], facts["compiler"]) == (heedful.__version__, identity.toolchain())
     # One fact a line, for who reads it.
     assert f' "device": "{DEVICE.name}",' in text.splitlines()
 
