@@ -330,7 +330,9 @@ class _Finder(ast.NodeVisitor):
         keywords = [
             word
             for word in node.keywords
-            if (called, word.arg) != ("zip", "strict") and word.arg not in hints
+            if (called, word.arg) != ("zip", "strict")
+            and word.arg not in hints
+            and not (self.is_device and _is_zero_for_masked(word))
         ]
         left_alone = [word for word in node.keywords if word not in keywords]
         pieces = sorted([*node.args, *keywords], key=self.span)
@@ -352,6 +354,12 @@ class _Finder(ast.NodeVisitor):
         for child in ast.iter_child_nodes(node):
             if child not in left_alone:
                 self.visit(child)
+
+
+def _is_zero_for_masked(word: ast.keyword) -> bool:
+    """What a load gives where its mask hides: the interpreter gives 0 in any case."""
+    value = word.value
+    return word.arg == "other" and isinstance(value, ast.Constant) and value.value == 0
 
 
 def _is_assembly(node: ast.AST) -> bool:

@@ -26,6 +26,7 @@ BOTH_WAYS = (
     far(FEW, (-1e30, far_scores.LEAST["float32"]), bias_dtype="float32", where="rows", hidden=True),
     far(FEW, (1e30,), bias_dtype="float32", where="parts"),
     far(FEW, score=26),
+    far(replace(FEW, window=(9, 3)), (-1e9,), bias_dtype="float32"),
     far(replace(FEW, alibi="h", causal=True), score=23),
     far(replace(FEW, sink=True), (-1e9,), bias_dtype="float32", far_sink=True),
     # Sinks near 500 give a log-sum-exp that float32 rows are far from 0 by, and others are not.

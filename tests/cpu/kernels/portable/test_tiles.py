@@ -31,6 +31,11 @@ MASKS = [
     replace(MaskSpec(*bounds), bottom_right=bottom_right, shift=shift)
     for bounds, (bottom_right, shift) in product(BOUNDS, [(True, 0), (False, 0), (True, -19)])
 ]
+# One and two off the edges of tiles, on both sides.
+MASKS += [
+    replace(MaskSpec(*bounds), bottom_right=True, shift=shift)
+    for bounds, shift in product([(-1, 0), (0, -1), (31, 0)], (-2, -1, 1, 2))
+]
 LENGTHS = [(48, 96), (33, 97), (96, 31), (1, 64), (65, 1), (0, 40), (40, 0)]
 SIDES = [(16, 32), (32, 16)]
 MOST = 8

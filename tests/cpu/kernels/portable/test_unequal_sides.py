@@ -31,6 +31,9 @@ BOTH_WAYS = [
     (HIGH, replace(UNEQUAL, heads_q=2, seqlen_k=30, bias="h", window=(-1, 20), sink=True)),
     (WIDE, replace(ALONE, heads_q=2, heads_k=1, bias="q", softcap=4.0, sink=True)),
     (HIGH, replace(ALONE, heads_q=2, seqlen_k=25, bias="qk")),
+    # Rows that are aligned, so that blocks of q and k are not as wide as those of v.
+    (WIDE, replace(ALONE, heads_q=2, layout="contiguous", head_dim=16, head_dim_v=48)),
+    (HIGH, replace(ALONE, heads_q=2, layout="contiguous", head_dim=40, head_dim_v=8, causal=True)),
     (HIGH, replace(ALONE, dropout_p=0.3, dropout_origin=(3, 2, 9, 6), seed=4)),
 ]
 FORWARD = [
