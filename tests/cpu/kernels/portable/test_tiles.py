@@ -3,6 +3,7 @@ mask where it hides something, and there alone. In Triton's interpreter; in a pr
 see `support.runs.interpreted`.
 """
 
+import random
 from dataclasses import replace
 from itertools import product
 
@@ -88,8 +89,18 @@ def visit_queries(
         count_visit(counts, visited_rows(visit, tiles, tl.constexpr(True)) * MOST, MASKED)
 
 
-def visits(kernel: str, mask: MaskSpec, sides, len_q: int, len_k: int, tree: bool) -> torch.Tensor:
-    """How often each tile of keys is visited beside each tile of queries."""
+def visits(
+    kernel: str,
+    mask: MaskSpec,
+    sides,
+    len_q: int,
+    len_k: int,
+    tree: bool = False,
+    ranges: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """How often each tile of keys is visited beside each tile of queries. ranges: int32 (len_q, 2)
+    or (len_q, 4)."""
+    columns = 0 if ranges is None else ranges.shape[1]
     block_m, block_n = sides
     left, right, first, bottom_right, shift = (
         Scalar(int(x)) for x in (mask.left, mask.right, mask.first, mask.bottom_right, mask.shift)
@@ -108,10 +119,17 @@ def visits(kernel: str, mask: MaskSpec, sides, len_q: int, len_k: int, tree: boo
             tree=Pointer("tree", "int8") if tree else None,
             stride_treeb=None,
             stride_treem=None,
-            ranges=RowArray(None, None, None, None),
+            ranges=RowArray(
+                Pointer("ranges", "int32") if columns else None,
+                Scalar(0),
+                Scalar(0),
+                Scalar(columns),
+            )
+            if columns
+            else RowArray(None, None, None, None),
             HAS_LEFT=mask.left >= 0,
             HAS_RIGHT=mask.right >= 0,
-            RANGES=None,
+            RANGES=columns // 2 or None,
         ),
         "tile": Tile(16, 16, block_m, block_n, 16, 16, 0, "ieee"),
         "MOST": MOST,
@@ -121,7 +139,8 @@ def visits(kernel: str, mask: MaskSpec, sides, len_q: int, len_k: int, tree: boo
     length, block = (len_q, block_m) if kernel == "visit_keys" else (len_k, block_n)
     grid = (max(1, -(-length // block)), 1, 1)
     call = KernelCall(KernelRef(__name__, kernel), grid, parameters)
-    run_call(call, {"counts": counts, "tree": torch.ones(1, dtype=torch.int8)})
+    made = {"counts": counts, "tree": torch.ones(1, dtype=torch.int8)}
+    run_call(call, made if ranges is None else made | {"ranges": ranges})
     return counts
 
 
@@ -168,6 +187,53 @@ def test_each_tile_that_is_seen_is_visited_once_and_masked_where_it_must_be(mask
         assert not ((counts > 0) & ~may_be & ~leading).any(), told
         assert not (counts == 1)[partial].any(), told
         assert not ((counts == MASKED) & ~partial & ~leading).any(), told
+
+
+def drawn_ranges(drawn: random.Random, len_q: int, len_k: int, pairs: int) -> torch.Tensor:
+    """Of each row one range or two, which lie apart; those of rows nearby are alike."""
+    ends = sorted(drawn.randint(0, len_k) for _ in range(2 * pairs))
+    ends[0] *= drawn.random() < 0.6
+    rows = []
+    for _ in range(len_q):
+        moved = sorted(min(len_k, max(0, end + drawn.choice((0, 0, 1, -1)))) for end in ends)
+        rows.append(moved if pairs == 1 or drawn.random() < 0.5 else moved[2:] + moved[:2])
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+@interpreted
+@pytest.mark.parametrize("sides", SIDES, ids=str)
+@pytest.mark.parametrize("pairs", [1, 2])
+def test_tiles_of_ranges_need_no_mask_where_every_row_sees_all_of_them(pairs, sides):
+    """Of two ranges that holds for the one with more of such tiles, and tiles that both have count
+    as the first one's."""
+    (m, n), drawn = sides, random.Random(pairs)
+    for _ in range(30):
+        len_q, len_k = drawn.randint(1, 3 * m), drawn.randint(1, MOST * n)
+        ranges = drawn_ranges(drawn, len_q, len_k, pairs)
+        counts = visits("visit_keys", MaskSpec(), sides, len_q, len_k, ranges=ranges)
+        told = f"{len_q} x {len_k} {ranges.tolist()}\n{counts}"
+        assert set(counts.unique().tolist()) <= {0, 1, MASKED}, told
+        cols = torch.arange(MOST * n)
+        for tile, own in enumerate(ranges.split(m)):
+            # By rows: the lower range first, and one that is empty last.
+            own = sorted_pairs(own, len_k)
+            shown = (cols >= own[..., :1]) & (cols < own[..., 1:])
+            seen = shown.view(*shown.shape[:2], MOST, n)
+            assert (counts[tile] > 0)[seen.any(3).any(1).any(0)].all(), told
+            full = seen.all(3).all(0)
+            before = torch.arange(MOST) * n < own[:, 0, 1].max()
+            most = max((full[i] & ~(before & bool(i))).sum() for i in range(pairs))
+            assert (counts[tile] == 1).sum() == most, told
+            assert full.any(0)[counts[tile] == 1].all(), told
+
+
+def sorted_pairs(ranges: torch.Tensor, len_k: int) -> torch.Tensor:
+    """(rows, pairs, 2): the pairs of each row in order, those that show nothing as (len_k, 0)."""
+    pairs = ranges.view(len(ranges), -1, 2).long()
+    empty = pairs[..., :1] >= pairs[..., 1:]
+    pairs = torch.where(empty, torch.tensor([len_k, 0]), pairs)
+    order = pairs[..., 0].argsort(stable=True)
+    return pairs.gather(1, order[..., None].expand_as(pairs))
 
 
 @triton.jit
