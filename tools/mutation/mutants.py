@@ -330,9 +330,7 @@ class _Finder(ast.NodeVisitor):
         keywords = [
             word
             for word in node.keywords
-            if (called, word.arg) != ("zip", "strict")
-            and word.arg not in hints
-            and not (self.is_device and _is_zero_for_masked(word))
+            if (called, word.arg) != ("zip", "strict") and word.arg not in hints
         ]
         left_alone = [word for word in node.keywords if word not in keywords]
         pieces = sorted([*node.args, *keywords], key=self.span)
@@ -344,7 +342,8 @@ class _Finder(ast.NodeVisitor):
             for index, piece in enumerate(pieces):
                 rest = texts[:index] + texts[index + 1 :]
                 if isinstance(piece, ast.keyword):
-                    changes.append((*whole, ", ".join(rest)))
+                    if not (self.is_device and _is_zero_for_masked(piece)):
+                        changes.append((*whole, ", ".join(rest)))
                 elif index and not isinstance(piece, ast.Starred) and not commutes:
                     swapped = [*texts]
                     swapped[index - 1 : index + 1] = texts[index], texts[index - 1]

@@ -59,6 +59,16 @@ def test_an_operator_makes_these_mutants_and_no_other(source):
     assert {m.apply(source) for m in mutants("m", source)} == EACH[source]
 
 
+def test_in_kernels_a_load_does_not_lose_the_0_that_the_interpreter_gives_in_any_case():
+    source = "a = tl.load(b, other=0.0)\nc = tl.load(d, other=inf)"
+    for module, count in (("src/heedful/kernels/portable/x.py", 1), ("src/heedful/core/x.py", 2)):
+        changed = [
+            m for m in mutants(module, source) if "other" not in m.text and m.operator == "argument"
+        ]
+        assert len(changed) == count
+        assert any(m.operator == "constant" for m in mutants(module, source))
+
+
 def test_a_mutant_knows_the_lines_that_run_it_and_its_change():
     source = "def f(a):\n    return g(\n        a,\n        1,\n    )\n"
     (mutant,) = (m for m in mutants("m", source) if m.text == "2")
