@@ -326,7 +326,7 @@ def test_vmap_writes_each_elements_scales():
 def test_vmap_over_some_of_the_arrays_leaves_the_others_to_every_element():
     """One of them along another axis than the first."""
     given = as_jax(tokens() | caches("int8", 8, True))
-    axes = dict.fromkeys(given) | {"k": 2, "v_cache": 0}
+    axes: dict[str, Any] = dict.fromkeys(given) | {"k": 2, "v_cache": 0}
     both = {
         name: array if axes[name] is None else jnp.stack([array, array[::-1]], axes[name])
         for name, array in given.items()
