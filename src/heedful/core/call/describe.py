@@ -175,6 +175,12 @@ def check_shape(name: str, shape: Sequence[int], wanted: Sequence[int], words: s
         raise ValueError(f"{name} must have shape {words} = {tuple(wanted)}, got {tuple(shape)}")
 
 
+def check_rank(name: str, shape: Sequence[int], layout: str) -> None:
+    """ValueError unless there are as many dims as `layout` spells."""
+    if len(shape) != layout.count(",") + 1:
+        raise ValueError(f"{name} must be {layout}, got shape {tuple(shape)}")
+
+
 def check_dtype(name: str, dtype: str, *wanted: str) -> None:
     """TypeError unless the dtype is one of `wanted`."""
     if dtype not in wanted:
@@ -402,8 +408,7 @@ def _check_ranges(x: Operands, options: Options, sizes: _Sizes) -> int:
     shape = tuple(ranges.shape)
     packed = options.kind == "varlen"
     words = "(total_q, 2 or 4)" if packed else "(batch or 1, heads_q or 1, seqlen_q, 2 or 4)"
-    if len(shape) != words.count(",") + 1:
-        raise ValueError(f"key_ranges must be {words}, got shape {shape}")
+    check_rank("key_ranges", shape, words)
     rows = (x.q.shape[0],)
     if not packed:
         batch, heads = (

@@ -9,6 +9,7 @@ from heedful.core.call.describe import (
     check,
     check_dtype,
     check_pair,
+    check_rank,
     check_shape,
     check_writable,
 )
@@ -92,10 +93,7 @@ def _check_new_tokens(x: Operands, problem: AttentionProblem, update: CacheUpdat
             raise TypeError(
                 f"{name} must be {_new_dtype(name, x, cache, is_quantised)}, got {new.dtype}"
             )
-        if len(new.shape) != 4:
-            raise ValueError(
-                f"{name} must be (batch, new_len, heads_k, dim), got shape {tuple(new.shape)}"
-            )
+        check_rank(name, new.shape, "(batch, new_len, heads_k, dim)")
         new_len = new.shape[1] if new_len is None else new_len
         words = "head_dim" if is_quantised else f"{name}_cache's last dim"
         shape = (problem.batch, new_len, problem.heads_k, dim if is_quantised else cache.shape[-1])
@@ -151,10 +149,7 @@ def _check_rotary(x: Operands, problem: AttentionProblem, update: CacheUpdate) -
     for name in ("rotary_cos", "rotary_sin"):
         table = getattr(update, name)
         check_dtype(name, table.dtype, *dict.fromkeys((x.q.dtype, "float32")))
-        if len(table.shape) != 2:
-            raise ValueError(
-                f"{name} must be (positions, rotary_dim / 2), got shape {tuple(table.shape)}"
-            )
+        check_rank(name, table.shape, "(positions, rotary_dim / 2)")
     cos = update.rotary_cos
     check_shape("rotary_sin", update.rotary_sin.shape, cos.shape, "of rotary_cos")
     if not 1 <= cos.shape[1] <= problem.head_dim // 2:
@@ -187,12 +182,10 @@ def _check_prefix(x: Operands, problem: AttentionProblem, prefix: tuple) -> None
         shape = part.shape
         if len(shape) == 4 and shape[0] == 1:
             shape = shape[1:]
-        if len(shape) != 3:
-            raise ValueError(
-                f"{name} must be (prefix_len, heads_k, head_dim), got shape {tuple(shape)}"
-            )
+        words = "(prefix_len, heads_k, head_dim)"
+        check_rank(name, shape, words)
         length = shape[0] if length is None else length
-        check_shape(name, shape, (length, problem.heads_k, dim), "(prefix_len, heads_k, head_dim)")
+        check_shape(name, shape, (length, problem.heads_k, dim), words)
 
 
 def check_prefix_pair(prefix: Any) -> None:
