@@ -282,6 +282,14 @@ def _inference_options(*args) -> Options:
 _USUAL = {causal: Options(kind="dense", causal=causal) for causal in (False, True)}
 
 
+def _usual_options(causal=False) -> Options:
+    return _USUAL[causal]
+
+
+# By overload of inference_v2: what makes Options from its arguments after q, k and v.
+_OVERLOADS = {"inference_v2": _usual_options, "inference_v2.options": _inference_options}
+
+
 def _made(q, k, v, x: Operands, options: Options, out, seed):
     """The output for tensors that the dispatcher has resolved as far as it can. Raises
     ValueError."""
@@ -289,52 +297,33 @@ def _made(q, k, v, x: Operands, options: Options, out, seed):
 
 
 @untraced
-def _inference(q, k, v, causal=False):
-    return eager_attend(q, k, v, None, _USUAL[causal], None, None, _made)
+def _inference(options_of, q, k, v, *args):
+    return eager_attend(q, k, v, None, options_of(*args), None, None, _made)
 
 
 @untraced
-def _inference_with(q, k, v, *args):
-    return eager_attend(q, k, v, None, _inference_options(*args), None, None, _made)
-
-
-@untraced
-def _inference_autograd(q, k, v, causal=False):
-    op = torch.ops.heedful.inference_v2.default
-    return _differentiable(op, _USUAL[causal], (q, k, v, causal))
-
-
-@untraced
-def _inference_with_autograd(q, k, v, *args):
-    op = torch.ops.heedful.inference_v2.options
-    return _differentiable(op, _inference_options(*args), (q, k, v, *args))
-
-
-def _differentiable(op, options: Options, args: tuple):
-    """An operator of inference at the Autograd key."""
+def _inference_autograd(op, options_of, q, k, v, *args):
+    """An overload at the Autograd key."""
+    options = options_of(*args)
 
     def below(*_):
-        return inference_autograd(op, options, args)
+        return inference_autograd(op, options, (q, k, v, *args))
 
-    if needs_dispatcher(*args[:3]):
+    if needs_dispatcher(q, k, v):
         return below()
     # To dispatch again would take a fifth of its time, and this is differentiable, too.
-    q, k, v, *_ = args
     return eager_attend(q, k, v, None, options, None, None, below)
 
 
-def _inference_fake(q, k, v, causal=False):
-    return _empty_out(q, k, v, _USUAL[causal])
-
-
-def _inference_with_fake(q, k, v, *args):
-    return _empty_out(q, k, v, _inference_options(*args))
-
-
-def _empty_out(q, k, v, options: Options):
-    call = attention_call(Operands(q, k, v), options, (False, False), spec=abstract_spec)
-    problem = check(call)
+def _inference_fake(options_of, q, k, v, *args):
+    x, options = Operands(q, k, v), options_of(*args)
+    problem = check(attention_call(x, options, (False, False), spec=abstract_spec))
     return q.new_empty(problem.out_shape, dtype=getattr(torch, problem.out_dtype))
+
+
+def _inference_of_shards(options_of, op, args):
+    q, k, v, *rest = args
+    return sharded.infer(op, Operands(q, k, v), options_of(*rest), tuple(rest))
 
 
 @untraced
@@ -381,20 +370,11 @@ def take_shards() -> None:
 
 @cache
 def _take_shards() -> None:
-    def usual(op, args):
-        q, k, v, *rest = args
-        return sharded.infer(op, Operands(q, k, v), _USUAL[bool(rest and rest[0])], tuple(rest))
-
-    def with_options(op, args):
-        q, k, v, *rest = args
-        return sharded.infer(op, Operands(q, k, v), _inference_options(*rest), tuple(rest))
-
     rules = {
         "attention_v3": sharded.attend,
         "attention_v3_backward": sharded.differentiate,
         "second_backward": lambda op, args: sharded.twice(op, *args),
-        "inference_v2": usual,
-        "inference_v2.options": with_options,
+        **{name: partial(_inference_of_shards, of) for name, of in _OVERLOADS.items()},
     }
     sharded.take_shards({_overload(name): rule for name, rule in rules.items()})
 
@@ -421,8 +401,6 @@ for _name, _kernel, _fake in (
     ("attention_v3_backward", _backward, _backward_fake),
     ("second_backward", _second_backward, _second_backward_fake),
     ("kept_seed", _kept_seed, torch.empty_like),
-    ("inference_v2", _inference, _inference_fake),
-    ("inference_v2.options", _inference_with, _inference_with_fake),
 ):
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"heedful::{_name}", _fake)
@@ -434,11 +412,12 @@ LIBRARY.impl("attention_v3", partial(attention_autograd, _attention), "Autograd"
 LIBRARY.impl(
     "attention_v3_backward", partial(backward_autograd, _backward), "Autograd", with_keyset=True
 )
-LIBRARY.impl("inference_v2", _inference_autograd, "Autograd")
-LIBRARY.impl("inference_v2.options", _inference_with_autograd, "Autograd")
-for _name in ("inference_v2", "inference_v2.options"):
-    _rule = partial(inference_vmap, _overload(_name))
-    torch.library.register_vmap(f"heedful::{_name}", _rule)
+for _name, _options_of in _OVERLOADS.items():
+    _op = _overload(_name)
+    LIBRARY.impl(_name, partial(_inference, _options_of), "CompositeExplicitAutograd")
+    LIBRARY.impl(_name, partial(_inference_autograd, _op, _options_of), "Autograd")
+    torch.library.register_fake(f"heedful::{_name}", partial(_inference_fake, _options_of))
+    torch.library.register_vmap(f"heedful::{_name}", partial(inference_vmap, _op))
 for _device in ("cpu", "cuda"):
     # q, k, v and the bias of the one; q, k, v of the others.
     for _name, _tensors in (("attention_v3", 4), ("inference_v2", 3), ("inference_v2.options", 3)):
