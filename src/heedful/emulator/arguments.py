@@ -13,6 +13,9 @@ import numpy as np
 from heedful.emulator.machine.memory import GlobalMemory
 from heedful.emulator.program.asm import Argument, Program
 
+# Hosts may pass more bytes than the metadata lists; no kernel takes more than these.
+_LARGEST = 4096
+
 
 @dataclass(frozen=True)
 class At:
@@ -30,9 +33,11 @@ def bind(
     threads: int,
 ) -> int:
     """Build the argument segment; returns its device address."""
-    segment = np.zeros(max(program.kernarg_bytes, 8) + 64, np.uint8)
-    address = memory.add(segment, "the argument segment")
     given = _named(program, args) if isinstance(args, Mapping) else _ordered(program, args)
+    given = list(given)
+    size = max([program.kernarg_bytes, 8, *(a.offset + a.size for a, _, _ in given)])
+    segment = np.zeros(size + 64, np.uint8)
+    address = memory.add(segment, "the argument segment")
     for argument, label, value in given:
         _write(segment, argument, _encode(value, argument, memory, label))
     for argument in program.arguments:
@@ -90,9 +95,10 @@ def _named(program: Program, args: Mapping[str, Any]) -> Iterator[tuple[Argument
 def _find(program: Program, wanted: Sequence[Argument], name: str) -> Argument:
     if match := re.fullmatch(r"@(\d+)", name):
         offset = int(match[1])
-        if offset >= program.kernarg_bytes:
-            size = program.kernarg_bytes
-            raise ValueError(f"args: {name} lies behind the kernel's {size} bytes of arguments")
+        if offset >= _LARGEST:
+            raise ValueError(
+                f"args: {name} lies behind the {_LARGEST} bytes that arguments may have"
+            )
         at = [a for a in _visible(program) if a.offset == offset]
         return at[0] if at else Argument(offset, 4, "by_value", "pad")
     found = [a for a in wanted if a.name == name]
@@ -118,7 +124,7 @@ def _as_given(
     elif isinstance(value, float) and size not in (2, 4, 8):
         size = 4
     later = [a.offset for a in wanted if a.offset > argument.offset]
-    room = min([program.kernarg_bytes, *later]) - argument.offset
+    room = min([_LARGEST, *later]) - argument.offset
     if size > room:
         raise ValueError(f"argument {name}: has room for {room} bytes, got {size} ({value!r})")
     return replace(argument, kind=kind, size=size)

@@ -90,7 +90,13 @@ def _parser() -> argparse.ArgumentParser:
         help="lockstep (the default), round-robin, random:SEED, random:FIRST-LAST, delay:WAVES,\n"
         "delay:each, delay:halves; may be given again: all must give the same bits",
     )
+    add("--early-loads", action="store_true", help="loads to LDS land at once, not when waited for")
     add("--check", action="append", choices=sorted(KINDS), help="only these findings")
+    add(
+        "--strict",
+        action="store_true",
+        help="a rule that shipped kernels break is an error in a\ncode object too, not advice",
+    )
     add("--seed", type=int, default=0, help="of the arguments' values")
     add("--json", action="store_true", help="print the report as JSON")
     return parser
@@ -174,6 +180,8 @@ def _run(options: argparse.Namespace) -> tuple[Report, list[Difference]]:
         kernel=options.name,
         checks=options.check,
         schedule=options.schedule or "lockstep",
+        early_loads=options.early_loads,
+        strict=options.strict or not options.object,
     )
     if options.save:
         _save(options.save, named)

@@ -35,6 +35,8 @@ def emulate(
     kernel: str | None = None,
     checks: Iterable[str] | None = None,
     schedule: str | Schedule | Sequence[str | Schedule] = "lockstep",
+    early_loads: bool = False,
+    strict: bool = True,
     stop_at_first: bool = False,
     max_instructions: int = 10_000_000,
 ) -> Report:
@@ -59,6 +61,10 @@ def emulate(
         schedule: order of the waves: lockstep, round-robin, random:SEED, random:FIRST-LAST,
             delay:WAVES, delay:each or delay:halves; or several of them, each on fresh copies of
             the arguments. The arrays then hold what the first gave.
+        early_loads: loads to LDS land when they are issued, the earliest moment a chip might, and
+            not when their wave has waited for them, the latest.
+        strict: whether a wait-state rule that kernels shipped by AMD break is an error like any
+            other; else it is advice, with which a report may be clean.
         stop_at_first: end at the first finding instead of collecting them.
         max_instructions: per wave; beyond it the emulation ends with a finding.
 
@@ -86,11 +92,13 @@ def emulate(
     memory.begin()
     static = program.lds_bytes or LDS_LIMIT[program.arch]
     limit = static if lds_bytes is None else lds_bytes
-    launch = _Launch(code, memory, sink, shape, threads, limit, kernarg, max_instructions)
+    launch = _Launch(
+        code, memory, sink, shape, threads, limit, kernarg, max_instructions, early_loads
+    )
     first = _First(memory, sink)
     start = time.perf_counter()
     try:
-        _check_statically(code, sink)
+        _check_statically(code, sink, strict)
         for plan in (part for each in plans for part in each.rounds(launch.waves)):
             launch.run(plan, is_first=first.words is None)
             first.compare(plan, plan.copies(launch.waves), program)
@@ -114,6 +122,7 @@ class _Launch:
     lds_bytes: int
     kernarg: int
     max_instructions: int
+    early_loads: bool
 
     @property
     def waves(self) -> int:
@@ -137,6 +146,7 @@ class _Launch:
             self.max_instructions,
         )
         machine.lds.counts_banks = is_first
+        machine.lds.lands_at_once = self.early_loads
         self.memory.races = None
         if is_first and self.sink.wants("global-race"):
             unit, code = self.code.global_unit(), self.code.program.code
@@ -186,13 +196,13 @@ def _unpack(asm: Any, lds_bytes: int | None, threads: int | None):
     return text, lds_bytes, 64 * warps if threads is None else threads
 
 
-def _check_statically(code: Code, sink: Sink):
+def _check_statically(code: Code, sink: Sink, strict: bool):
     """Checks that need no execution."""
     if not sink.wants("wait-states"):
         return
     for v in code.violations:
         message = f"{v.reason}: needs {v.needed} wait states, has {v.found}"
-        sink.add("wait-states", message, v.consumer, v.producer)
+        sink.add("wait-states", message, v.consumer, v.producer, advice=v.is_advice and not strict)
 
 
 @lru_cache(maxsize=16)

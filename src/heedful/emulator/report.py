@@ -36,6 +36,7 @@ class Finding:
         epoch: how many barriers the workgroup had passed.
         schedule: the order of the waves in which it showed.
         other: the conflicting access or the producer, as text.
+        advice: no error: a rule that shipped kernels break (`strict=False`).
     """
 
     kind: str
@@ -47,6 +48,7 @@ class Finding:
     epoch: int | None = None
     schedule: str = ""
     other: str = ""
+    advice: bool = False
 
     def __str__(self) -> str:
         place = "" if self.wave is None else f" [workgroup {self.workgroup}, wave {self.wave}"
@@ -54,7 +56,8 @@ class Finding:
         place += "" if self.epoch is None else f", epoch {self.epoch}]"
         place += f" under {self.schedule}" if self.schedule else ""
         other = f"\n    against {self.other}" if self.other else ""
-        return f"{self.kind}: {self.message}{place}\n    at {self.instruction}{other}"
+        kind = f"advice, {self.kind}" if self.advice else self.kind
+        return f"{kind}: {self.message}{place}\n    at {self.instruction}{other}"
 
 
 class Stop(Exception):
@@ -88,12 +91,12 @@ class Report:
 
     @property
     def clean(self) -> bool:
-        """No finding."""
-        return not self.findings
+        """No finding but advice."""
+        return all(f.advice for f in self.findings)
 
     def kinds(self) -> set[str]:
-        """The kinds of defect found."""
-        return {f.kind for f in self.findings}
+        """The kinds of defect found; advice is none."""
+        return {f.kind for f in self.findings if not f.advice}
 
     def count_at(self, text: str) -> int:
         """Wave-instructions executed whose text or source position contains `text`."""
@@ -108,7 +111,9 @@ class Report:
             f"{self.instructions} wave-instructions in {self.seconds:.2f} s ({rate:.0f} k/s), "
             f"{self.barriers} barriers, {sum(self.bank_conflicts.values())} LDS conflict cycles"
         )
-        verdict = "no findings" if self.clean else f"{len(self.findings)} findings"
+        advice = sum(f.advice for f in self.findings)
+        verdict = "no findings" if self.clean else f"{len(self.findings) - advice} findings"
+        verdict += f", {advice} of advice" if advice else ""
         return "\n".join([f"{head}: {verdict}", *map(str, self.findings)])
 
 
@@ -137,5 +142,5 @@ class Sink:
             self.report.findings.append(
                 Finding(kind, message, at.where(), at.pc, other=against, **at_wave)
             )
-        if self.stop:
+        if self.stop and not at_wave.get("advice"):
             raise Stop

@@ -306,3 +306,42 @@ def test_a_wave_releases_what_other_waves_have_waited_for(wait, clean):
     assert report.kinds() == (set() if clean else {"global-race"}), report.summary()
     if not clean:
         assert all("wave 1" in finding.message for finding in report.findings)
+
+
+# Wave 0 loads over what wave 1 reads; both meet a barrier only after it.
+OVER = """
+    v_mov_b32_e32 v2, 0
+    v_lshrrev_b32_e32 v4, 6, v0
+    v_readfirstlane_b32 s8, v4
+    ds_write_b32 v1, v0
+    s_waitcnt lgkmcnt(0)
+    s_barrier
+    s_cmp_eq_u32 s8, 0
+    s_cbranch_scc0 others
+    s_mov_b32 m0, 0x100
+    s_nop 0
+    global_load_lds_dword v1, s[4:5]
+    s_branch done
+others:
+    ds_read_b32 v5, v1
+    s_waitcnt lgkmcnt(0)
+    global_store_dword v1, v5, s[6:7]
+done:
+    s_barrier
+    s_waitcnt vmcnt(0)
+"""
+
+
+def test_early_loads_show_a_load_over_what_is_yet_to_be_read():
+    """Under an order in which the loading wave comes first, only an early load leaves other data;
+    the race is found either way."""
+    outputs = {}
+    for early in (False, True):
+        out = np.zeros(1024, np.uint32)
+        text = kernel(SETUP + OVER, arch="gfx950", buffers=2, threads=256)
+        data = np.arange(5000, 6024, dtype=np.uint32)
+        report = emulate(text, (1,), [data, out], schedule="delay:1-3", early_loads=early)
+        assert "lds-race" in report.kinds(), report.summary()
+        outputs[early] = out[64:128]
+    np.testing.assert_array_equal(outputs[False], np.arange(64, 128))
+    np.testing.assert_array_equal(outputs[True], np.arange(5000, 5064))

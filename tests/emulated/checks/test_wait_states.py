@@ -1,5 +1,6 @@
 """Too few wait states are found on every path; the compiler's own code has none too few."""
 
+import inspect
 import re
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from emulated.helpers.compiled import attention, names
 from emulated.helpers.snippets import kernel
 from heedful.emulator import decode
+from heedful.emulator.checks import waitstates
 from heedful.emulator.checks.waitstates import violations
 
 WIDE = "v[20:35], v[10:11], v[12:13], v[20:35]"
@@ -245,3 +247,10 @@ def test_a_changed_instruction_is_checked_as_the_whole_program_is():
         assert {str(v) for v in mutant.violations} == {str(v) for v in violations(mutant.program)}
         found += bool(mutant.violations)
     assert found
+
+
+def test_advice_names_rules_that_exist():
+    """A reason in ADVICE that no rule gives would be a rule that was renamed."""
+    source = inspect.getsource(waitstates)
+    for reason in waitstates.ADVICE:
+        assert source.count(f'"{reason}"') >= 2, reason

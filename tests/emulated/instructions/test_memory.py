@@ -325,3 +325,78 @@ def test_swizzled_records_are_not_supported():
     text = kernel(body.format(load="buffer_load_dword v4, v1, s[8:11], 0 idxen"), buffers=2)
     with pytest.raises(Unsupported, match="swizzled"):
         emulate(text, (1,), [np.zeros(512, np.uint32), np.zeros(64, np.uint32)])
+
+
+SCALAR = """
+    s_load_dwordx4 s[4:7], s[0:1], 0x0
+    s_mov_b32 s12, 16
+    s_mov_b32 s8, {value}
+    s_mov_b32 s9, 0x77
+    s_waitcnt lgkmcnt(0)
+    {body}
+    s_waitcnt lgkmcnt(0)
+    s_store_dword s8, s[6:7], 0x0
+    s_waitcnt lgkmcnt(0)
+"""
+
+
+def _scalar(body, value, data, threads=64):
+    text = kernel(SCALAR.format(body=body, value=value), buffers=2, threads=threads)
+    out = np.zeros(4, np.uint32)
+    report = emulate(text, (1,), [data, out], checks={"waitcnt", "global-bounds"})
+    assert report.clean, report.summary()
+    return int(out[0])
+
+
+@pytest.mark.parametrize(
+    ("body", "at", "wanted"),
+    [
+        ("s_store_dword s8, s[4:5], 0x8", 2, [5]),
+        ("s_store_dwordx2 s[8:9], s[4:5], s12 glc", 4, [5, 0x77]),
+        ("s_store_dwordx4 s[8:11], s[4:5], 0x0", 0, [5, 0x77]),
+    ],
+)
+def test_scalar_stores_write_their_words(body, at, wanted):
+    data = np.full(16, 9, np.uint32)
+    _scalar(body, 5, data)
+    assert list(data[at : at + len(wanted)]) == wanted
+    count = 4 if "x4" in body else len(wanted)
+    assert (np.delete(data, range(at, at + count)) == 9).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "value", "wanted"),
+    [
+        ("add", 7, 5, 12),
+        ("sub", 7, 5, 2),
+        ("inc", 5, 5, 0),
+        ("dec", 5, 9, 4),
+        ("dec", 0, 9, 9),
+        ("dec", 12, 9, 9),
+        ("umax", 7, 5, 7),
+        ("swap", 7, 5, 5),
+        ("smin", 0xFFFFFFFF, 5, 0xFFFFFFFF),
+    ],
+)
+def test_scalar_atomics_update_memory_and_return_the_old_value_with_glc(name, old, value, wanted):
+    data = np.array([0, 0, old, 0], np.uint32)
+    assert _scalar(f"s_atomic_{name} s8, s[4:5], 0x8", value, data) == value
+    assert list(data) == [0, 0, wanted, 0]
+    data[2] = old
+    assert _scalar(f"s_atomic_{name} s8, s[4:5], 0x8 glc", value, data) == old
+    assert data[2] == wanted
+
+
+def test_a_scalar_atomic_counts_once_a_wave():
+    data = np.zeros(4, np.uint32)
+    _scalar("s_atomic_add s8, s[4:5], 0x0", 3, data, threads=256)
+    assert data[0] == 12
+
+
+def test_a_vector_decrement_wraps_as_the_isa_says():
+    body = "v_mov_b32_e32 v2, 3\nglobal_atomic_dec v3, v1, v2, s[4:5] sc0\n"
+    body += "s_waitcnt vmcnt(0)\nglobal_store_dword v1, v3, s[6:7]\n"
+    data = np.arange(64, dtype=np.uint32)
+    old = run(body, data, np.zeros(64, np.uint32))
+    np.testing.assert_array_equal(old, LANE)
+    np.testing.assert_array_equal(data, np.where((LANE == 0) | (LANE > 3), 3, LANE - 1))

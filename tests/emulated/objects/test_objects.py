@@ -250,3 +250,44 @@ def test_metadata_of_every_type_is_read():
         unpack(short + b"\0")
     with pytest.raises(AsmError, match="0xc1"):
         unpack(b"\xc1")
+
+
+# m0, then a load to LDS; and an SGPR from a compare, then a vector instruction that reads it.
+SHIPPED = """
+    s_load_dwordx2 s[4:5], s[0:1], 0x0
+    v_lshlrev_b32_e32 v1, 2, v0
+    s_waitcnt lgkmcnt(0)
+    s_mov_b32 m0, 0
+    global_load_lds_dword v1, s[4:5]
+    v_cmp_lt_u32_e64 s[8:9], 5, v0
+    v_cndmask_b32_e64 v2, v0, v1, s[8:9]
+    s_waitcnt vmcnt(0)
+"""
+# A scalar from a vector instruction as an address, which no shipped kernel reads so early.
+BROKEN = "v_readfirstlane_b32 s4, v0\nglobal_load_dword v3, v1, s[4:5]\ns_waitcnt vmcnt(0)\n"
+
+
+@pytest.fixture
+def shipped(tmp_path, objdump):
+    def run(body, **options):
+        kernels = {"k": (body, [("X", 8, POINTER)], 64)}
+        code = load_object(write_object(tmp_path, kernels, lds=512), objdump=objdump)
+        checks = {"wait-states", "waitcnt", "lds-race"}
+        return emulate(code, (1,), [np.zeros(64, np.uint32)], checks=checks, **options)
+
+    return run
+
+
+def test_a_rule_that_shipped_kernels_break_is_advice_for_theirs_and_an_error_for_ours(shipped):
+    ours, theirs = shipped(SHIPPED), shipped(SHIPPED, strict=False, stop_at_first=True)
+    assert not ours.clean and len(ours.findings) == len(theirs.findings) == 2
+    assert theirs.clean and not theirs.kinds() and all(f.advice for f in theirs.findings)
+    assert "no findings, 2 of advice" in theirs.summary()
+    assert "advice, wait-states: m0 read by a load to LDS" in theirs.summary()
+
+
+def test_advice_hides_no_other_finding(shipped):
+    report = shipped(SHIPPED + BROKEN, strict=False)
+    assert not report.clean and report.kinds() == {"wait-states"}
+    assert [f.advice for f in report.findings].count(False) == 1
+    assert "1 findings, 2 of advice" in report.summary()

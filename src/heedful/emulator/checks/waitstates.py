@@ -30,6 +30,16 @@ _LANE_ACCESS = re.compile(r"v_(readlane|readfirstlane|writelane)_b32")
 _DPP = re.compile(r"(quad_perm|row_\w+|wave_\w+)$")
 _MFMA = re.compile(r"v_mfma_(?:scale_)?(f32|i32|f64)_(\d+)x\d+x(\d+)_?(\w+)")
 _LONGEST = 20  # no rule reaches further
+# Rules that kernels break which AMD ships and which are right on the chips: see docs/emulator.md.
+ADVICE = frozenset(
+    {
+        "m0 read by a load to LDS",
+        "scalar from a vector instruction read by a vector instruction",
+        "vector result read by a lane swap",
+        "vector result read by an MFMA",
+        "MFMA result read",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,11 @@ class Violation:
     needed: int
     found: int
     reason: str
+
+    @property
+    def is_advice(self) -> bool:
+        """The rule is one that shipped kernels break."""
+        return self.reason in ADVICE
 
 
 class Shape:

@@ -58,7 +58,7 @@ class Lds:
         self._last_read = np.full((groups, waves), _NEVER, I64)
         self._clock = 0
         self._races = sink.wants("lds-race") or sink.wants("lds-uninit")
-        self.counts_banks = True
+        self.counts_banks, self.lands_at_once = True, False
         self._banks = BankCounter(sink.report.program.arch, sink.report.bank_conflicts)
 
     def reset(self):
@@ -174,12 +174,17 @@ class Lds:
         return old, effects
 
     def start_dma(self, batch: Batch, at: Instruction, address, nbytes: int, data):
-        """Begin a write that lands when the wave's s_waitcnt completes it; returns its effects."""
+        """Begin a write that lands when the wave's s_waitcnt completes it, the latest moment that
+        is legal, or with `lands_at_once` now, the earliest; returns its effects."""
         absolute = self._resolve(batch, at, address, nbytes)
         index, row = self._index(absolute, nbytes)
         dma = _Dma(self, batch, at, index, row, absolute, nbytes, data)
         if self._races:
             self._check_write(batch, at, index, row)
+        if self.lands_at_once:
+            dma.complete(batch)
+            return ()
+        if self._races:
             dma.stamp_in_flight()
             self._check_own(batch, at, dma)
         return (dma,)

@@ -31,7 +31,7 @@ _TWO_DESTINATIONS = re.compile(
 # compiler packs two halves one after the other into a register that starts undefined.)
 _READS_DESTINATION = re.compile(
     r"v_(fmac|mac|pk_fmac|dot2c|dot4c|dot8c)_\w+|v_permlane(16|32)_swap_b32|v_swap_b32"
-    r"|s_(addk_i32|mulk_i32|cmovk?_\w+)|s_bitset[01]_b(32|64)"
+    r"|s_(addk_i32|mulk_i32|cmovk?_\w+)|s_bitset[01]_b(32|64)|s_atomic_\w+"
 )
 _READS_SCC = re.compile(r"s_(cselect_\w+|addc_u32|subb_u32|cbranch_scc[01]|cmov\w*)")
 # Register pairs, of which one half of the result needs only one half of the sources.
@@ -43,6 +43,7 @@ _KEEPS_SCC = re.compile(
     r"s_(mov\w*|cmov\w*|cselect_\w+|mul_i32|mul_hi_\w+|bfm_\w+|pack_\w+|sext_\w+|ff[01]_\w+|flbit_\w+|brev_\w+"
     r"|getpc_b64|setpc_b64|swappc_b64|load_\w+|buffer_load_\w+|mulk_i32|bitset\w+|getreg_b32|memtime|memrealtime)"
     r"|s_(waitcnt|barrier|endpgm|nop|sleep|setprio|branch|cbranch\w*|setreg\w*|icache_inv|dcache_\w+)"
+    r"|s_(buffer_)?(store|atomic)_\w+"
 )
 
 

@@ -100,6 +100,7 @@ ATOMICS = {
     "or": (np.bitwise_or, 1, 1),
     "xor": (np.bitwise_xor, 1, 1),
     "inc": (lambda old, data: np.where(old >= data, U32(0), old + U32(1)), 1, 1),
+    "dec": (lambda old, data: np.where((old == 0) | (old > data), data, old - U32(1)), 1, 1),
     "add_f32": (_typed(np.add, F32), 1, 1),
     "min_f32": (_typed(np.fmin, F32), 1, 1),
     "max_f32": (_typed(np.fmax, F32), 1, 1),

@@ -222,23 +222,76 @@ def _scratch(instruction: Instruction, ctx: Context) -> Run:
 _SCALAR = {"dword": 1, "dwordx2": 2, "dwordx4": 4, "dwordx8": 8, "dwordx16": 16}
 
 
-@semantics(*(f"s_load_{kind}" for kind in _SCALAR))
-def _scalar_load(instruction: Instruction, ctx: Context) -> Run:
-    """Memory to scalar registers; the low two address bits are ignored."""
-    count = _SCALAR[re.sub(r"s_load_", "", instruction.mnemonic)]
-    target, base, offset = instruction.operands[:3]
+def _scalar_address(instruction: Instruction, ctx: Context):
+    """Address (groups, waves, 1) of a scalar access; the low two bits are ignored."""
+    base, offset = instruction.operands[1:3]
     fixed = instruction.mods.get("offset", 0)
     by_register = offset.kind == "reg"
     constant = 0 if by_register else offset.bits(32)
     constant = constant - (1 << 32) if constant >> 31 else constant
 
-    def run(g):
+    def address(g):
         offset_bytes = g.s[offset.slot].astype(I64) if by_register else constant
         extra = np.asarray(offset_bytes + fixed, I64).view(U64)
-        address = ((g.s64[base.slot] + extra) & U64(0xFFFFFFFFFFFFFFFC))[..., None]
-        data = g.machine.memory.load_scalar(g, instruction, address, 4 * count)
+        return ((g.s64[base.slot] + extra) & U64(0xFFFFFFFFFFFFFFFC))[..., None]
+
+    return address
+
+
+@semantics(*(f"s_load_{kind}" for kind in _SCALAR))
+def _scalar_load(instruction: Instruction, ctx: Context) -> Run:
+    """Memory to scalar registers."""
+    count = _SCALAR[re.sub(r"s_load_", "", instruction.mnemonic)]
+    target, address = instruction.operands[0], _scalar_address(instruction, ctx)
+
+    def run(g):
+        data = g.machine.memory.load_scalar(g, instruction, address(g), 4 * count)
         for i in range(count):
             g.s[target.slot + i][...] = data[..., i]
+        g.issue_smem(instruction)
+
+    return run
+
+
+def _in_one_lane(g, address, slot: int, count: int):
+    """A wave's scalar access as one of its first lane: address, active lanes, data."""
+    data = np.stack([g.s[slot + i] for i in range(count)], -1)[:, :, None]
+    shape = (*g.shape, count)
+    return np.broadcast_to(address(g), g.shape), _LANE == 0, np.broadcast_to(data, shape)
+
+
+@semantics(*(f"s_store_{kind}" for kind in ("dword", "dwordx2", "dwordx4")))
+def _scalar_store(instruction: Instruction, ctx: Context) -> Run:
+    """Scalar registers to memory."""
+    count = _SCALAR[instruction.mnemonic.removeprefix("s_store_")]
+    source, address = instruction.operands[0].slot, _scalar_address(instruction, ctx)
+
+    def run(g):
+        where, active, data = _in_one_lane(g, address, source, count)
+        active = np.broadcast_to(active, g.shape)
+        g.machine.memory.store(g, instruction, where, 4 * count, active, data)
+        g.issue_smem(instruction)
+
+    return run
+
+
+_SCALAR_ATOMICS = [n for n in ATOMICS if not re.search(r"f16|bf16|f32|f64", n)]
+
+
+@semantics(*(f"s_atomic_{name}" for name in _SCALAR_ATOMICS))
+def _scalar_atomic(instruction: Instruction, ctx: Context) -> Run:
+    """Read-modify-write in memory, once a wave; with glc the old value comes back."""
+    operation, per_word, count = ATOMICS[instruction.base.removeprefix("s_atomic_")]
+    slot, address = instruction.operands[0].slot, _scalar_address(instruction, ctx)
+
+    def run(g):
+        where, active, data = _in_one_lane(g, address, slot, count * per_word)
+        active = np.broadcast_to(active, g.shape)
+        memory = g.machine.memory
+        old = memory.update(g, instruction, where, 4 * count, active, operation, data)
+        if "glc" in instruction.mods:
+            for i in range(count):
+                g.s[slot + i][...] = old[:, :, 0, i]
         g.issue_smem(instruction)
 
     return run
