@@ -24,6 +24,8 @@ _PUBLIC = {
     "pack_latent": "heedful.torch",
     "unpack_latent": "heedful.torch",
     "explain": "heedful.torch",
+    "flex_attention": "heedful.torch",
+    "BlockMask": "heedful.masks",
     "load_pack": "heedful.launch.code.packs",
     "record": "heedful.launch.record",
     "counters": "heedful.launch.compiler",
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from heedful.launch.code.packs import load_pack as load_pack
     from heedful.launch.compiler import counters as counters
     from heedful.launch.record import record as record
+    from heedful.masks import BlockMask as BlockMask
     from heedful.torch import *  # noqa: F403  (its __all__ lists what is public)
 else:
     __all__ = ["__version__", *_PUBLIC]

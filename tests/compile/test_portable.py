@@ -138,6 +138,15 @@ def test_key_ranges_of_sm_90_do_not_spill(ranges, direction):
     compile_within_limits("sm_90", [(call.kernel.function, call) for call in calls])
 
 
+@pytest.mark.parametrize("mask, direction", in_turns(("full", "causal"), DIRECTIONS), ids=str)
+def test_block_masks_of_sm_90_do_not_spill(mask, direction):
+    row = {name: values[0] for name, values in ARRAY.factors.items()}
+    row |= {"dims": (128, 128), "mask": mask, "backward": direction == "backward"}
+    problem = replace(portable_problem(row), block_mask=128)
+    calls = program(plan(problem, by_name("sm_90"), backend="portable"), direction).calls
+    compile_within_limits("sm_90", [(call.kernel.function, call) for call in calls])
+
+
 WIDER_KEYS: list[dict] = [
     {},
     {"mask": "causal", "storage": "paged", "group": 3},

@@ -51,6 +51,8 @@ _OPERANDS = {
     "used_q": "seqused_q",
     "used_k": "seqused_k",
 }
+# Groups that are not called as their first operand is.
+_GROUPS = {"rotary": "rotary_cos", "tree": "tree_mask", "blocks": "block_rows"}
 # Rows of these are query rows.
 _OF_QUERIES = {"q", "out", "lse", "dout", "dq", "dlse", "rotated", "partial_out"}
 _FAR = 0x7FFF0000
@@ -113,7 +115,7 @@ def _operand(parameter: str) -> str:
     if "descales" in groups:
         return f"{groups[-1]}_{'descale' if leaf == 'ptr' else leaf}"
     if leaf == "ptr":
-        return "rotary_cos" if groups[-1] == "rotary" else groups[-1]
+        return _GROUPS.get(groups[-1], groups[-1])
     return _OPERANDS.get(leaf, leaf)
 
 

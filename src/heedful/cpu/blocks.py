@@ -14,6 +14,7 @@ import torch
 
 from heedful.core.call.operands import Operands
 from heedful.core.call.problem import AttentionProblem
+from heedful.cpu.block_lists import is_listed
 from heedful.reference.sequences import Sequence, sequences
 
 
@@ -171,7 +172,9 @@ class Block:
         return ranges.unflatten(-1, (-1, 2))
 
     def sees(self, rows: range, cols: range) -> bool:
-        """Whether key_ranges show any of keys `cols` to any of queries `rows`."""
+        """Whether key_ranges and lists show any of keys `cols` to any of queries `rows`."""
+        if self.x.block_rows is not None and not is_listed(self, rows, cols):
+            return False
         if self.x.key_ranges is None:
             return True
         begin, end = self.ranges(rows).unbind(-1)
@@ -344,7 +347,8 @@ def query_tiles(block: Block) -> Iterator[range]:
 
 def key_tiles(block: Block, rows: range) -> Iterator[tuple[range, bool]]:
     """Keys that queries `rows` touch, in tiles of KEYS, each with whether any of its scores may be
-    masked by position; a tile ends where that changes. Tiles that no key_ranges show are left out.
+    masked by position; a tile ends where that changes. Tiles that key_ranges or lists hide are left
+    out.
     """
     key_range = block.problem.mask.key_range(rows.start, len(rows), UNIT, block.len_q, block.len_k)
     bounds = (key_range.begin, key_range.full_begin, key_range.full_end, key_range.end)

@@ -17,6 +17,7 @@ from heedful.core.call.problem import (
     LATENT_ROWS,
     AttentionProblem,
 )
+from heedful.cpu.block_lists import shown
 from heedful.cpu.blocks import Block, Scratch, query_rows, whole_vectors
 from heedful.cpu.philox import keep_tile
 
@@ -327,7 +328,7 @@ class Tiles:
         return self._hidden[key]
 
     def _hide(self, block: Block, rows: range, cols: range, tile, value: float) -> None:
-        """Fills in what tree_mask and key_ranges hide."""
+        """Fills in what tree_mask, key_ranges and lists of tiles hide."""
         heads = self.by_head(block, tile, rows)
         if self.x.tree_mask is not None:
             heads.masked_fill_(self._hidden_by_tree(block, rows, cols), value)
@@ -335,6 +336,8 @@ class Tiles:
             j = torch.arange(cols.start, cols.stop, dtype=torch.int32, device="cpu")
             begin, end = block.ranges(rows)[..., None].unbind(-2)
             heads.masked_fill_(~((begin <= j) & (j < end)).any(-2), value)
+        if self.x.block_rows is not None:
+            heads.masked_fill_(~shown(block, rows, cols), value)
 
     def _hidden_by_tree(self, block: Block, rows: range, cols: range) -> torch.Tensor:
         """Which scores tree_mask hides: bool (B, 1, 1, M, N)."""

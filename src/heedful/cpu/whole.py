@@ -37,7 +37,7 @@ def takes(problem: AttentionProblem, x: Operands) -> bool:
     floats = problem.dtype in ("float32", "float16", "bfloat16")
     if not plain or not floats or problem.kv_dtype != problem.dtype or blocks.is_scattered(x):
         return False
-    others = (x.alibi_slopes, x.bias, x.sink, x.tree_mask, x.key_ranges)
+    others = (x.alibi_slopes, x.bias, x.sink, x.tree_mask, x.key_ranges, x.block_rows)
     others += (x.q_descale, x.k_descale, x.v_descale)
     empty = 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k)
     return all(other is None for other in others) and not empty and not scores.low_precision(x)

@@ -1,11 +1,21 @@
-"""Arrays for `key_ranges`: which keys each query sees, made on the arrays' own device.
+"""Masks as data: arrays for `key_ranges`, and `BlockMask` for `block_mask`, made on the arrays' own
+device.
 
 Every function takes arrays of PyTorch or of JAX, and gives int32 (batch or 1, heads or 1, seqlen, 2
 or 4) of the same framework. Nothing is compiled for a mask. All but `from_flashmask` also run where
 calls are traced or captured.
 """
 
+from heedful.masks.block_mask import BlockMask
 from heedful.masks.flashmask import from_flashmask
 from heedful.masks.ranges import chunks, documents, local_global, padding, prefix
 
-__all__ = ["chunks", "documents", "from_flashmask", "local_global", "padding", "prefix"]
+__all__ = [
+    "BlockMask",
+    "chunks",
+    "documents",
+    "from_flashmask",
+    "local_global",
+    "padding",
+    "prefix",
+]

@@ -25,6 +25,11 @@ def positions(xp: Any, count: int, beside: Any) -> Any:
     return xp.arange(count, dtype=xp.int32, **where)
 
 
+def along(xp: Any, count: int, sample: Any) -> Any:
+    """`positions`, along the last dim of an array with as many dims as `sample`."""
+    return positions(xp, count, sample).reshape(*(1,) * (len(sample.shape) - 1), count)
+
+
 def int32(xp: Any, array: Any) -> Any:
     return array.to(xp.int32) if is_torch(xp) else array.astype(xp.int32)
 

@@ -126,10 +126,13 @@ def _sequence_forward(
         else:
             # A wider bias makes wider scores, as torch promotes them: T might not represent it.
             s_HMN = s_HMN + bias_HMN
-    on_host = x._replace(tree_mask=as_numpy(x.tree_mask), key_ranges=as_numpy(x.key_ranges))
+    masks = "tree_mask", "key_ranges", "block_rows", "block_keys", "block_bits"
+    on_host = x._replace(**{name: as_numpy(getattr(x, name)) for name in masks})
     visible = oracle.visible(problem, on_host, seq)
     if x.key_ranges is not None:
         visible = visible & oracle.in_ranges(on_host, seq)
+    if x.block_rows is not None:
+        visible = visible & oracle.in_blocks(on_host, seq)
     seen = torch.from_numpy(visible).to(device)
     s_HMN = s_HMN.masked_fill(~seen, -torch.inf)
     p_HMN, p_sink_HM1, lse_HM = _softmax(

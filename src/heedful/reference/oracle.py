@@ -202,6 +202,8 @@ def _block(problem: AttentionProblem, x: Operands, seq: Sequence, kv_heads: slic
             s_HMN = s_HMN + np.asarray(bias, np.float64)
     if x.key_ranges is not None:
         seen = seen & in_ranges(x, seq)[heads if x.key_ranges.ndim == 4 else ...]
+    if x.block_rows is not None:
+        seen = seen & in_blocks(x, seq)[heads]
     s_HMN = np.where(seen, s_HMN, -np.inf)
     softmax = _softmax(s_HMN, None if x.sink is None else x.sink[heads])
     drop_HMN = 1.0
@@ -246,6 +248,20 @@ def in_ranges(x: Operands, seq: Sequence) -> np.ndarray:
     pairs = (ranges[..., None, i : i + 2] for i in range(0, ranges.shape[-1], 2))
     shown = [(pair[..., 0] <= j) & (j < pair[..., 1]) for pair in pairs]
     return np.logical_or.reduce(shown)
+
+
+def in_blocks(x: Operands, seq: Sequence) -> np.ndarray:
+    """Which key each query of one sequence sees by a block mask: bool (H, M, N). A list of a tile
+    of queries has tiles of keys: those with an index show what bits of that index say, the others
+    all of their keys; tiles that it lacks show none."""
+    lists, words = np.asarray(x.block_rows)[seq.batch], np.asarray(x.block_bits)
+    (heads, tiles, _), (_, side, _), tiles_k = lists.shape, words.shape, x.block_keys.shape[2]
+    bits = (words[..., None] >> np.arange(32) & 1).reshape(-1, side, side) != 0
+    shown = np.zeros((heads, tiles, side, tiles_k, side), bool)
+    for h, m in np.ndindex(heads, tiles):
+        for n, index in lists[h, m, 2:].reshape(-1, 2)[: lists[h, m, :2].sum()]:
+            shown[h, m, :, n] = bits[index] if index >= 0 else True
+    return shown.reshape(heads, tiles * side, tiles_k * side)[:, : seq.len_q, : seq.len_k]
 
 
 def _gather(problem: AttentionProblem, x: Operands, seq: Sequence):

@@ -2,6 +2,7 @@
 
 from heedful.torch.api.attention import flash_attn_func, flash_attn_varlen_func
 from heedful.torch.api.explaining import explain
+from heedful.torch.api.flex import flex_attention
 from heedful.torch.api.gradients import attention_backward
 from heedful.torch.api.kvcache import flash_attn_with_kvcache
 from heedful.torch.api.merge import merge_attn_states
@@ -24,6 +25,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flex_attention",
     "merge_attn_states",
     "pack_latent",
     "quantize_kv",

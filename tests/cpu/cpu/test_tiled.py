@@ -59,6 +59,13 @@ COMBINED = [
     Case(**ALL, page_size=8, leftpad_k=True, heads_q=4, tree_mask=True),
     Case(**ALL, kv_batch_idx=True, used="k", layout="offset", return_probs=True),
 ]
+BLOCKS = [
+    *variants(replace(SHORT, block_mask=32), ranges_of=["", "b", "h", "bh"], causal=[True]),
+    replace(SHORT, block_mask=64, window=(9, 17, 3), sink=True, leftpad_k=True, used="qk"),
+    replace(SHORT, block_mask=32, key_ranges=2, dropout_p=0.2, bias="hqk", alibi="h", softcap=3.0),
+    replace(LONG, block_mask=128, causal=True, num_splits=3),
+    replace(LONG, block_mask=32, dtype="bfloat16", seqlen_k=0),
+]
 RANGES = [
     *variants(SHORT, key_ranges=[1, 2]),
     *variants(replace(SHORT, key_ranges=1), causal=[True], ranges_of=["h", ""], varlen=["qk"]),
@@ -80,7 +87,9 @@ QUANTISED = [
 ]
 
 
-@pytest.mark.parametrize("case", [SHORT, *variants(SHORT, **CHOICES), *COMBINED, *RANGES], ids=str)
+@pytest.mark.parametrize(
+    "case", [SHORT, *variants(SHORT, **CHOICES), *COMBINED, *RANGES, *BLOCKS], ids=str
+)
 def test_every_feature_is_within_budget(case):
     run(cpu, case)
 

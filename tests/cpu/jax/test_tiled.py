@@ -18,6 +18,13 @@ from support.runs import jax_backend  # noqa: E402
 SHORT = Case(heads_q=6, heads_k=2, head_dim=24, head_dim_v=8)
 LONG = Case(batch=1, seqlen_q=301, seqlen_k=611, heads_q=2, heads_k=1, head_dim=16)
 ALL: dict = dict(softcap=4.0, alibi="bh", bias="hqk", sink=True, dropout_p=0.15, window=(60, 3, 2))
+BLOCKS = [
+    *variants(replace(SHORT, block_mask=32), ranges_of=["", "b", "h", "bh"], causal=[True]),
+    replace(SHORT, block_mask=64, window=(9, 17, 3), sink=True, leftpad_k=True, used="qk"),
+    replace(SHORT, block_mask=32, key_ranges=2, dropout_p=0.2, bias="hqk", alibi="h", softcap=3.0),
+    replace(LONG, block_mask=128, causal=True, num_splits=3),
+    replace(LONG, block_mask=32, dtype="bfloat16", seqlen_k=0),
+]
 RANGES = [
     *variants(SHORT, key_ranges=[1, 2]),
     *variants(replace(SHORT, key_ranges=1), causal=[True], ranges_of=["h", ""], varlen=["qk"]),
@@ -29,6 +36,7 @@ RANGES = [
 ]
 CASES = [
     *RANGES,
+    *BLOCKS,
     Case(**ALL, varlen="qk", used="qk", heads_q=4),
     Case(**ALL, page_size=8, leftpad_k=True, heads_q=4, tree_mask=True),
     Case(**ALL, kv_batch_idx=True, used="k", layout="offset", return_probs=True),

@@ -71,7 +71,7 @@ def test_one_tree_serves_every_sequence(batch, stride):
     problem = AttentionProblem.dense(3, 5, 9, 2, tree_mask=True, mask=MaskSpec.of(True))
     tree = ArraySpec((batch, 5, 5), (25, 5, 1), "bool")
     made = groups.mask(problem, {"tree_mask": tree})
-    assert (made.stride_treeb.value, made.stride_treem.value) == (stride, 5)
+    assert (made.tree.stride_b.value, made.tree.stride_m.value) == (stride, 5)
 
 
 @pytest.mark.parametrize("value, kind", [(2**22 - 1, "i32"), (2**22, "i64"), (-(2**22), "i64")])

@@ -12,7 +12,7 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.kernels import args
 from heedful.kernels.args.kinds import Kind, Rows
-from heedful.kernels.args.shared import Mask
+from heedful.kernels.args.shared import Mask, TreeMask
 from heedful.launch.program import buffers
 from heedful.launch.program.programs import program
 from heedful.launch.spec import (
@@ -160,14 +160,19 @@ def mask(**facts) -> Mask:
     return Mask(**{**dict.fromkeys(Mask._fields), **facts})
 
 
+def tree(**facts) -> TreeMask:
+    return TreeMask(**{**dict.fromkeys(TreeMask._fields), **facts})
+
+
 @pytest.mark.parametrize(
     "group, said",
     [
         (mask(left=Pointer("x", "int32")), "mask.left is declared as number, got Pointer"),
         (mask(HAS_LEFT=Scalar(1)), "mask.HAS_LEFT is declared as constant, got Scalar"),
         (mask(HAS_LEFT=Pointer("x", "i32")), "mask.HAS_LEFT is declared as constant, got Pointer"),
-        (mask(tree=Scalar(1)), "mask.tree is declared as read, got Scalar"),
-        (mask(tree=NARROW), "mask.tree must be None, got .*Rows"),
+        (mask(ranges=Scalar(1)), "mask.ranges must be .*RowArray"),
+        (mask(tree=tree(ptr=Scalar(1))), "mask.tree.ptr is declared as read, got Scalar"),
+        (mask(tree=tree(ptr=NARROW)), "mask.tree.ptr must be None, got .*Rows"),
         (NARROW, "mask.ptr must be declared as read, written or both"),
     ],
     ids=lambda x: type(x).__name__,

@@ -46,6 +46,7 @@ def draw(seed: int) -> Case:
         "sink": sometimes(True),
         "tree_mask": sometimes(True),
         "key_ranges": sometimes(1, 2),
+        "block_mask": sometimes(32),
         "ranges_of": sometimes("", "h", "bh"),
         "used": sometimes("q", "k", "qk"),
         "leftpad_k": sometimes(True),

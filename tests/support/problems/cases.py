@@ -15,6 +15,7 @@ from heedful.core.call.mask import MaskSpec
 from heedful.core.call.operands import Operands
 from heedful.core.call.problem import ITEM_BITS, LATENT_ROWS, AttentionProblem
 from heedful.core.call.storage import storage
+from heedful.masks import BlockMask
 from heedful.reference.sequences import sequences
 from heedful.torch.base.arrays import array_spec
 from heedful.torch.operands.quant import pack_latent
@@ -33,9 +34,9 @@ class Case:
     own, such as "bool"; others' is that of q.
     sink_dtype, index_dtype: of the sink and of lengths and tables, where they are not float32 and
     int32. varlen: "", "q", "k" or "qk"; used: the same for seqused. layout: one of LAYOUTS, how q,
-    k and v lie in memory. key_ranges: of a row, bad ones among them; ranges_of: the dims that they
-    really have, of "bh". v_in_k: v is the first columns of k. kv_dtype: of a quantised cache, with
-    kv_group values a scale.
+    k and v lie in memory. key_ranges: of a row, bad ones among them; block_mask: side of
+    its tiles; ranges_of: the dims that both really have, of "bh". v_in_k: v is the first columns of
+    k. kv_dtype: of a quantised cache, with kv_group values a scale.
     lens_q, lens_k: the lengths used; drawn from the seed, zero among them, when not given.
     """
 
@@ -63,6 +64,7 @@ class Case:
     index_dtype: str = ""
     tree_mask: bool = False
     key_ranges: int = 0
+    block_mask: int = 0
     ranges_of: str = "b"
     varlen: str = ""
     used: str = ""
@@ -202,17 +204,35 @@ def _lengths(case: Case, rng) -> dict:
         made["tree_mask"] = torch.from_numpy(seen)
     if case.key_ranges:
         made["key_ranges"] = torch.from_numpy(_ranges(case, rng, made.get("cu_seqlens_q")))
+    if case.block_mask:
+        mask = BlockMask.of(torch.from_numpy(_shown(case, rng)), side=case.block_mask)
+        made |= {f"block_{name}": getattr(mask, name) for name in ("rows", "keys", "bits")}
     return made
+
+
+def _rows_of(case: Case) -> tuple[int, int]:
+    """Batch and heads that a mask really has."""
+    own = case.ranges_of
+    return case.batch if "b" in own else 1, case.heads_q if "h" in own else 1
+
+
+def _shown(case: Case, rng) -> np.ndarray:
+    """A mask whose tiles are seen whole, not at all, or in part: some of them alike."""
+    lengths, side = (case.seqlen_q, case.seqlen_k), case.block_mask
+    tiles = [-(-length // side) for length in lengths]
+    kind = rng.integers(0, 5, (*_rows_of(case), *tiles))
+    kind = kind.repeat(side, -2).repeat(side, -1)[..., : lengths[0], : lengths[1]]
+    i, j = (np.arange(length) % side for length in lengths)
+    alike = (i[:, None] >= j) | (j % 7 == 0)
+    return np.select(
+        [kind == 0, kind == 1, kind < 4], [False, True, alike], rng.random(kind.shape) < 0.3
+    )
 
 
 def _ranges(case: Case, rng, cu_seqlens_q: torch.Tensor | None) -> np.ndarray:
     """Key ranges of every row: a quarter each of any, all keys, none, and those of the row before,
     as documents have them; as far beyond the keys as int32 reaches."""
-    rows = (
-        case.batch if "b" in case.ranges_of else 1,
-        case.heads_q if "h" in case.ranges_of else 1,
-    )
-    rows = (*rows, case.seqlen_q) if cu_seqlens_q is None else (int(cu_seqlens_q[-1]),)
+    rows = (*_rows_of(case), case.seqlen_q) if cu_seqlens_q is None else (int(cu_seqlens_q[-1]),)
     begin = rng.integers(-3, case.seqlen_k + 2, (*rows, case.key_ranges))
     end = begin + rng.integers(-2, max(3, case.seqlen_k // 2), begin.shape)
     ranges = np.stack([begin, end], -1).reshape(*rows, 2 * case.key_ranges)
@@ -255,6 +275,9 @@ def _arrays(case: Case, x: Operands, values: torch.Generator) -> dict:
     if x.key_ranges is not None and x.cu_seqlens_q is None:
         rows = case.batch, case.heads_q, case.seqlen_q
         made["key_ranges"] = x.key_ranges.expand(*rows, -1)
+    if x.block_rows is not None:
+        for name in ("block_rows", "block_keys"):
+            made[name] = getattr(x, name).expand(case.batch, case.heads_q, -1, -1)
     return made
 
 
@@ -351,6 +374,7 @@ def _problem(case: Case, x: Operands) -> AttentionProblem:
         kv_batch_idx=x.kv_batch_idx is not None,
         leftpad_k=x.leftpad_k is not None,
         key_ranges=case.key_ranges,
+        block_mask=case.block_mask,
         kv_group=case.kv_group,
         kv_shift=case.kv_shift,
         needs_grad=case.backward,

@@ -113,6 +113,8 @@ class Longhand:
         new = j - (len_k - len_q)
         if self.x["key_ranges"] is not None and not self._is_in_range(b, h, i, j):
             return False
+        if self.x["block_rows"] is not None and not self._is_in_block(b, h, i, j):
+            return False
         tree = self.x["tree_mask"]
         return tree is None or new < 0 or tree[b if len(tree) > 1 else 0][i][new]
 
@@ -122,6 +124,16 @@ class Longhand:
         row = ranges[b][h][i] if bounds is None else ranges[bounds[b] + i]
         first, *second = zip(row[::2], row[1::2], strict=True)
         return any(start <= j < stop for start, stop in (first, *second))
+
+    def _is_in_block(self, b: int, h: int, i: int, j: int) -> bool:
+        side = self.case.block_mask
+        whole, part, *pairs = self.x["block_rows"][b][h][i // side]
+        for place in range(whole + part):
+            tile, index = pairs[2 * place : 2 * place + 2]
+            if tile == j // side:
+                word = self.x["block_bits"][index][i % side][j % side // 32]
+                return index < 0 or bool(word % WORD >> j % 32 & 1)
+        return False
 
     def score(self, b: int, h: int, i: int, j: int, len_q: int, len_k: int):
         key = self.values("k", b, j, h // self.group)

@@ -1,5 +1,7 @@
 """Random cases over the whole feature product, for Hypothesis."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from support.problems.cases import LAYOUTS, Case
@@ -41,7 +43,7 @@ def cases(
     )
     varlen = maybe("varlen", st.sampled_from(("q", "k", "qk")), "")
     origins = st.tuples(*[st.integers(0, 2**32 - 1) for _ in range(4)])
-    return Case(
+    case = Case(
         batch=draw(st.sampled_from((2, 1, 3, 2, 3, 1, 2, 0))),
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
@@ -64,7 +66,7 @@ def cases(
         tree_mask=maybe("tree_mask", flag, False),
         key_ranges=maybe("key_ranges", st.sampled_from((1, 2)), 0),
         ranges_of=draw(st.sampled_from(("b", "", "h", "bh")))
-        if "key_ranges" not in without
+        if not {"key_ranges", "block_mask"} <= set(without)
         else "b",
         varlen=varlen,
         used=maybe("used", st.sampled_from(("q", "k", "qk")), ""),
@@ -77,3 +79,6 @@ def cases(
         return_probs=maybe("return_probs", flag, False),
         seed=draw(st.integers(0, 2**16)),
     )
+    if varlen or page_size or case.kv_batch_idx or case.tree_mask:
+        return case  # Only dense calls take block masks, and these come by other functions.
+    return replace(case, block_mask=maybe("block_mask", st.sampled_from((32, 64)), 0))

@@ -9,6 +9,7 @@ from torch import Tensor
 import heedful.torch as heedful
 from heedful.core.call.operands import Operands, own_shape
 from heedful.core.call.problem import AttentionProblem
+from heedful.masks import BlockMask
 from heedful.reference import eager, oracle
 from heedful.reference.convert import as_numpy, operands_as_numpy
 from support.problems.budget import DRAWS, Error, Results, assert_sound, over_budget
@@ -94,6 +95,9 @@ def call(built: Built, leaves: dict[str, Tensor], **more) -> Any:
     q, k, v = (leaves[name] for name in "qkv")
     if not problem.varlen_q:
         keywords |= {name: getattr(x, name) for name in LENGTHS}
+        if case.block_mask:
+            arrays = x.block_rows, x.block_keys, x.block_bits
+            keywords["block_mask"] = BlockMask(*arrays, problem.seqlen_q, problem.seqlen_k)
         return heedful.flash_attn_func(q, k, v, **(keywords | more))
     keywords |= {name: getattr(x, name) for name in ("block_table", "seqused_q", "seqused_k")}
     bounds = (x.cu_seqlens_q, x.cu_seqlens_k, problem.seqlen_q, problem.seqlen_k)
@@ -109,6 +113,7 @@ def is_cache_call(built: Built) -> bool:
         return not problem.varlen_q
     has_lengths = x.seqused_k is not None or x.leftpad_k is not None
     dense_only = case.backward or case.bias or case.dropout_p > 0 or x.seqused_q is not None
+    dense_only = dense_only or case.block_mask > 0
     return has_lengths and not dense_only
 
 

@@ -144,8 +144,8 @@ TABLE = {
         _boolean,
         False,
         KIND,
-        "1: check page numbers and lengths of calls with a block_table, which waits for the GPU and"
-        " refuses graph capture",
+        "1: check page numbers and lengths of calls with a block_table, and lists of a block_mask,"
+        " which waits for the GPU and refuses graph capture",
     ),
     "device": Setting(
         str,

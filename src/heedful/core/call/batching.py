@@ -16,8 +16,9 @@ def joins(shapes: Operands, mapped: Sequence[bool], options: Options) -> bool:
         return False
     if shapes.bias is not None and len(shapes.bias) == 4 and shapes.bias[0] > 1:
         return False
-    if shapes.key_ranges is not None and shapes.key_ranges[0] > 1:
-        return False
+    for shape in (shapes.key_ranges, shapes.block_rows, shapes.block_keys):
+        if shape is not None and shape[0] > 1:
+            return False
     if shapes.alibi_slopes is not None and len(shapes.alibi_slopes) > 1:
         return False
     if not shapes.seqused_q is shapes.seqused_k is shapes.leftpad_k is None:

@@ -15,6 +15,7 @@ from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.numbers import FAR, LONGEST, check_length, check_window
 from heedful.core.base.symbols import larger, smaller
 from heedful.core.call.arguments import AttentionCall, Options, argument_name
+from heedful.core.call.block_mask import check_blocks
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.operands import LENGTHS, SCALES, Operands
 from heedful.core.call.problem import (
@@ -107,6 +108,7 @@ def check(call: AttentionCall) -> AttentionProblem:
         kv_batch_idx=x.kv_batch_idx is not None,
         leftpad_k=x.leftpad_k is not None,
         key_ranges=_check_ranges(x, options, sizes),
+        block_mask=check_blocks(x, options, sizes),
         kv_group=_check_scales(x, options, sizes, dtype, kv_dtype),
         kv_shift=x.k_shift is not None,
         needs_grad=call.needs_grad,

@@ -20,6 +20,11 @@ class Operands(NamedTuple):
     tree_mask: bool (B, Sq, Sq), expanded; rows see key len_k - Sq + c iff tree_mask[b, row, c].
     key_ranges: int32 (B, H, Sq, 2 | 4), a stride of 0 where it is repeated, or (Tq, 2 | 4) beside
         cu_seqlens_q: a row sees keys [a, b) of its sequence, or those of two ranges.
+    block_rows: int32 (B, H, tiles of queries, 2 + 2 W), a stride of 0 where it is repeated: the
+        tiles of keys that each tile of queries sees. How many it sees whole, how many in part, and
+        (tile, index into block_bits) of each, those seen whole first, with an index of -1.
+        block_keys: the same by tiles of keys. block_bits: int32 (P, side, side / 32): bit j % 32 of
+        [p, i, j // 32] says whether query i of a tile sees key j. Tiles have `side` rows and keys.
     seed: int64 (1,), on the device: the Philox key; or (5,), with the dropout origin after it.
     q_descale, k_descale, v_descale: float32 (B, G), expanded; for quantised caches
         k_descale, v_descale, k_shift, v_shift: (cache storage dims..., G, groups).
@@ -40,6 +45,9 @@ class Operands(NamedTuple):
     leftpad_k: Any = None
     tree_mask: Any = None
     key_ranges: Any = None
+    block_rows: Any = None
+    block_keys: Any = None
+    block_bits: Any = None
     seed: Any = None
     q_descale: Any = None
     k_descale: Any = None

@@ -58,19 +58,20 @@ class AttentionProblem:
     at least NO_SCALE in size. softcap: 0 is off. dropout_p: 0 is off. used_q, used_k: per-sequence
     lengths inside the given storage (seqused, cache_seqlens). page_size: keys a page of a paged
     cache, 0 if not paged. alibi, bias, sink, tree_mask, kv_batch_idx, leftpad_k: whether the call
-    has them. key_ranges: how many ranges of keys each row has, 0 without such a mask. kv_group: how
-    many values share one scale of a quantised cache, 0 for a scale per head or none. kv_shift: the
-    quantised cache has a zero shift per scale. needs_grad, bias_grad: whether a backward will
-    follow, and whether it computes the bias's gradient. return_lse: whether the caller reads the
-    log-sum-exp. return_probs: the sign-coded dropped probabilities are wanted (tests). keeps_rest:
-    the rounding error of the log-sum-exp is wanted beside it, for a merge on a GPU. deterministic:
-    the backward must be bit-equal from run to run. num_splits: 0 = choose, 1 = do not split the
-    keys, n = split them in n. aligned: all bases and strides are multiples of 16 bytes. even_rows:
-    the batch stride of K and V (or the stride of pages) is a multiple of the row stride, and less
-    than 2^30 rows. near_rows: rows of Q, K, V and the output begin less than NEAR_BYTES apart.
-    v_in_k: V is a view of the first head_dim_v values of each row of K (MLA). dropout_origin:
-    (batch, head, row, column) of this call's first score in the whole problem, so that a shard
-    draws the mask that the unsharded call would.
+    has them. key_ranges: how many ranges of keys each row has, 0 without such a mask. block_mask:
+    rows and keys of a tile of the block mask, 0 without one. kv_group: how many values share one
+    scale of a quantised cache, 0 for a scale per head or none. kv_shift: the quantised cache has a
+    zero shift per scale. needs_grad, bias_grad: whether a backward will follow, and whether it
+    computes the bias's gradient. return_lse: whether the caller reads the log-sum-exp.
+    return_probs: the sign-coded dropped probabilities are wanted (tests). keeps_rest: the rounding
+    error of the log-sum-exp is wanted beside it, for a merge on a GPU. deterministic: the backward
+    must be bit-equal from run to run. num_splits: 0 = choose, 1 = do not split the keys, n = split
+    them in n. aligned: all bases and strides are multiples of 16 bytes. even_rows: the batch stride
+    of K and V (or the stride of pages) is a multiple of the row stride, and less than 2^30 rows.
+    near_rows: rows of Q, K, V and the output begin less than NEAR_BYTES apart. v_in_k: V is a view
+    of the first head_dim_v values of each row of K (MLA). dropout_origin: (batch, head, row,
+    column) of this call's first score in the whole problem, so that a shard draws the mask that the
+    unsharded call would.
     """
 
     batch: int
@@ -99,6 +100,7 @@ class AttentionProblem:
     kv_batch_idx: bool = False
     leftpad_k: bool = False
     key_ranges: int = 0
+    block_mask: int = 0
     kv_group: int = 0
     kv_shift: bool = False
     needs_grad: bool = False
@@ -169,8 +171,8 @@ class AttentionProblem:
 
     @property
     def is_masked(self) -> bool:
-        """Whether a query may see less than all keys of its sequence, by position or by ranges."""
-        return self.mask.bounded or self.key_ranges > 0
+        """Whether a query may see less than all keys of its sequence."""
+        return self.mask.bounded or self.key_ranges > 0 or self.block_mask > 0
 
     @property
     def varlen_q(self) -> bool:
@@ -390,6 +392,7 @@ FEATURES = {
     "leftpad_k": "left-padded cache",
     "tree_mask": "tree mask over the new tokens",
     "key_ranges": "key ranges of rows",
+    "block_mask": "block mask",
     "gqa": "fewer KV heads than query heads",
     "head_dims_differ": "V of another head dim than Q and K",
     "fp8": "fp8 inputs",
@@ -404,4 +407,4 @@ FEATURES = {
 
 # Facts that are features by themselves.
 _FLAGS = ("alibi", "bias", "sink", "tree_mask", "kv_batch_idx", "leftpad_k", "key_ranges")
-_FLAGS += ("return_lse", "return_probs", "bias_grad")
+_FLAGS += ("block_mask", "return_lse", "return_probs", "bias_grad")

@@ -446,6 +446,7 @@ VARIANTS: tuple[Variant, ...] = (
         least=(("triton", (3, 6)),),
         gates=(
             gates.whole_probs,
+            gates.blocks_without_scores,
             gates.scales_of_groups,
             gates.fp8_conversion,
             gates.wider_keys_than_values,
@@ -467,7 +468,7 @@ VARIANTS: tuple[Variant, ...] = (
         _EVERY_FEATURE - {"kv_batch_idx"},
         gathers_pages=True,
         least=(("triton", (3, 6)),),
-        gates=(gates.wide_float32,),
+        gates=(gates.wide_float32, gates.blocks_without_scores),
         configs=("portable.backward_keys", "portable.backward_queries", "portable.scores"),
         program="heedful.launch.bind.portable",
     ),

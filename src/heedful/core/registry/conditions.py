@@ -17,7 +17,7 @@ def float32(problem: AttentionProblem) -> bool:
 def register_pressure(problem: AttentionProblem) -> int:
     """How many features hold a register or an address per score; loads of single elements count
     twice, since none of them can be copied asynchronously."""
-    per_score = (problem.bias, problem.dropout_p > 0, problem.tree_mask)
+    per_score = (problem.bias, problem.dropout_p > 0, problem.tree_mask, problem.block_mask > 0)
     return sum((*per_score, not problem.aligned, not problem.aligned))
 
 

@@ -27,6 +27,15 @@ def whole_probs(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return None
 
 
+def blocks_without_scores(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """The kernels of all scores visit every tile, and look for none in a list."""
+    if problem.block_mask and problem.bias_grad:
+        return "the gradient of a bias beside a block mask"
+    if problem.block_mask and problem.return_probs:
+        return "returned probabilities beside a block mask"
+    return None
+
+
 def scales_of_groups(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     if problem.kv_shift and not problem.kv_group:
         return "shift of a cache without a scale per group"

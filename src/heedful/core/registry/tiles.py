@@ -50,7 +50,11 @@ _TILE_FIELDS = frozenset(f.name for f in fields(TileConfig))
 
 @dataclass(frozen=True, slots=True)
 class PortableConfig(TileConfig):
-    """A tile of a portable kernel."""
+    """A tile of a portable kernel. It divides a tile of a block mask."""
+
+    def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
+        most = problem.block_mask or max(self.block_m, self.block_n)
+        return replace(self, block_m=min(self.block_m, most), block_n=min(self.block_n, most))
 
 
 # Query rows of a KV head in a decode's tile, and of most of its calls.

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 from heedful.core.call.arguments import WHOLE, Options, one_sink
 from heedful.core.call.operands import Operands
 from heedful.jax.traced.call import attend
+from heedful.masks.block_mask import BlockMask, block_operands
 
 _UNBOUNDED = (-1, -1)
 
@@ -31,6 +32,7 @@ def flash_attn_func(
     seqused_k: Array | None = None,
     leftpad_k: Array | None = None,
     key_ranges: Array | None = None,
+    block_mask: BlockMask | None = None,
     bias: Array | None = None,
     sink: Array | None = None,
     s_aux: Array | None = None,
@@ -76,6 +78,7 @@ def flash_attn_func(
             its own, or those of two such ranges, among those that the other masks show. Positions
             count from its sequence's first key. A range is cut to the keys that exist; one with a
             >= b shows none. `heedful.masks` makes them.
+        block_mask: a `heedful.BlockMask`: tiles of queries and keys that the other masks show, too.
         bias: float, broadcastable to (batch, heads_q, seqlen_q, seqlen_k); differentiable. Or bool:
             True where a query sees a key. The call makes it a bias of 16 bits in scratch memory.
         sink: float (heads_q,), a logit in every softmax's denominator, without a value (gpt-oss);
@@ -131,6 +134,7 @@ def flash_attn_func(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
         key_ranges=key_ranges,
+        **block_operands(block_mask, q, k),
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,

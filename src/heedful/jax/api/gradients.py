@@ -9,6 +9,7 @@ from heedful.core.call.arguments import WHOLE, Options, one_sink
 from heedful.core.call.describe import check_packed
 from heedful.core.call.operands import Gradients, Operands
 from heedful.jax.traced.call import differentiate
+from heedful.masks.block_mask import BlockMask, block_operands
 
 
 def attention_backward(
@@ -36,6 +37,7 @@ def attention_backward(
     alibi_slopes: Array | None = None,
     deterministic: bool = False,
     key_ranges: Array | None = None,
+    block_mask: BlockMask | None = None,
     bias: Array | None = None,
     sink: Array | None = None,
     s_aux: Array | None = None,
@@ -99,6 +101,7 @@ def attention_backward(
         leftpad_k=leftpad_k,
         block_table=block_table,
         key_ranges=key_ranges,
+        **block_operands(block_mask, q, k),
     )
     saved = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     return differentiate(x, options, saved, dropout_seed, bias_grad)

@@ -110,6 +110,9 @@ def _operands(problem: AttentionProblem, x: Operands, origin: Array | None):
     if not problem.varlen_q:
         rows = (problem.batch, problem.heads_q, problem.seqlen_q)
         whole["key_ranges"] = (*rows, 2 * problem.key_ranges)
+    for name in ("block_rows", "block_keys"):
+        if name in specs:
+            whole[name] = (problem.batch, problem.heads_q, *specs[name].shape[2:])
     if not problem.kv_group:
         scales = ("q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
         whole |= {name: (problem.batch, problem.heads_k) for name in scales}

@@ -189,6 +189,8 @@ class Sequence:
             ranges, j = self._ranges(rows)[..., None], cols[None, None, None]
             shown = ((ranges[..., 0, :] <= j) & (j < ranges[..., 1, :])).any(-2)
             seen &= self._by_group(shown)
+        if x.block_rows is not None:
+            seen &= self._by_group(self._listed(rows, cols))
         return jnp.where(seen, s, -jnp.inf), tanh
 
     def _ranges(self, rows: Array) -> Array:
@@ -200,6 +202,23 @@ class Sequence:
             of_batch = ranges[self.b if ranges.shape[0] > 1 else 0]
         of_batch = jnp.take(of_batch, rows, axis=1, mode="clip")
         return of_batch.reshape(*of_batch.shape[:2], -1, 2)
+
+    def _listed(self, rows: Array, cols: Array) -> Array:
+        """Which keys a block mask shows to the queries: (H or 1, M, N)."""
+        lists, bits = self.x.block_rows, self.x.block_bits
+        side, tiles = bits.shape[1], max(1, self.x.block_keys.shape[2])
+        of_rows = lists[self.b if lists.shape[0] > 1 else 0]
+        of_rows = jnp.take(of_rows, rows // side, axis=1, mode="clip")
+        pairs = of_rows[..., 2:].reshape(*of_rows.shape[:2], -1, 2)
+        used = jnp.arange(pairs.shape[2])[None, None] < of_rows[..., :2].sum(-1, keepdims=True)
+        tile = jnp.where(used, pairs[..., 0], tiles)
+        h, m, _ = jnp.indices(tile.shape)
+        table = jnp.full((*tile.shape[:2], tiles), -2, jnp.int32)
+        table = table.at[h, m, tile].set(pairs[..., 1], mode="drop")
+        index = jnp.take(table, cols // side, axis=2, mode="clip")
+        row, col = (rows % side)[None, :, None], (cols % side)[None, None]
+        shown = bits[jnp.maximum(index, 0), row, col // 32] >> (col % 32) & 1
+        return (shown != 0) & (index > -2) | (index == -1)
 
     def _seen(self, rows: Array, cols: Array) -> Array:
         """Which keys the queries see: (M, N)."""

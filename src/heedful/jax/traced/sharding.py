@@ -18,6 +18,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 BATCH, HEADS, GROUPED = "b", "g", "(g r)"
 # Operands with a dim for the batch alone.
 _LENGTHS = ("seqused_q", "seqused_k", "leftpad_k", "kv_batch_idx", "cache_seqlens", "seqused")
+# Operands and results with dims for batch, query heads, rows and keys, or lists of rows.
+_OF_SCORES = ("bias", "probs", "dbias", "block_rows", "block_keys")
 _SCALES = ("q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
 
 
@@ -109,7 +111,7 @@ class Layout:
             return [keys, "", HEADS, ""] if rank == 4 else ["", HEADS, ""]
         if name in ("lse", "dlse"):
             return [batch, heads, ""] if rank == 3 else [heads, ""]
-        if name in ("bias", "probs", "dbias") or (name == "key_ranges" and rank == 4):
+        if name in _OF_SCORES or (name == "key_ranges" and rank == 4):
             return [BATCH, heads, "", ""]
         if name in ("alibi_slopes", "sink", "dsink", "head_index"):
             return [BATCH, heads][-rank:]

@@ -43,12 +43,36 @@ class Shape(NamedTuple):
     longest_k: Num
 
 
+class TreeMask(NamedTuple):
+    """A mask (B, M, M) over the last M keys, or all None."""
+
+    ptr: In[Ptr]
+    stride_b: Num
+    stride_m: Num
+
+
+class BlockLists(NamedTuple):
+    """Lists of tiles, int32 (B, H, tiles, 2 + 2 width), as Operands has them: of keys by tiles of
+    queries or, in `key_gradients`, the other way round; or all None. bits: (pool, SIDE, SIDE / 32).
+    IS_PLAIN: neither positions nor lengths hide keys of a tile that is seen whole."""
+
+    ptr: In[Ptr]
+    bits: In[Ptr]
+    stride_b: Num
+    stride_h: Num
+    stride_m: Num
+    width: Num
+    pool: Num
+    SIDE: Const
+    IS_PLAIN: Const
+
+
 class Mask(NamedTuple):
     """Query i sees key j if -left <= j - i - off <= right, or if j < first and j - i - off <=
     right. The diagonal's offset is off = shift, or shift + len_k - len_q if bottom_right is 1.
 
-    tree: a mask (B, M, M) over the last M keys, or None. ranges: int32 (B, H, M), or packed (M,),
-    of RANGES pairs: a row sees keys from the first of a pair to before its second; or both None.
+    ranges: int32 (B, H, M), or packed (M,), of RANGES pairs: a row sees keys from the first of a
+    pair to before its second; or both None.
     """
 
     left: Num
@@ -56,9 +80,8 @@ class Mask(NamedTuple):
     first: Num
     bottom_right: Num
     shift: Num
-    tree: In[Ptr]
-    stride_treeb: Num
-    stride_treem: Num
+    tree: TreeMask
+    blocks: BlockLists
     ranges: In[RowArray]
     HAS_LEFT: Const
     HAS_RIGHT: Const

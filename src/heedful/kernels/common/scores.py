@@ -15,6 +15,7 @@ import triton.language as tl
 
 from heedful.kernels.args.kinds import RowVector
 from heedful.kernels.args.shared import Descale, Descales, Mask, ScoreMods
+from heedful.kernels.common.block_lists import bits_visible
 from heedful.kernels.common.constants import LN2, LOG2E, LOG2E_REST
 from heedful.kernels.common.row_ranges import head_ranges, range_visible
 from heedful.kernels.common.rows import wide
@@ -22,13 +23,15 @@ from heedful.kernels.common.rows import wide
 
 class HeadMods(NamedTuple):
     """The score modifiers of one head of one sequence: the scale with descales, the slope of ALiBi,
-    and where its bias, its tree mask and its ranges begin. A modifier that is absent is 0."""
+    and where its bias, its tree mask and its ranges begin. A modifier that is absent is 0. bits:
+    the index of a tile that a block mask shows in part, else -1."""
 
     scale: Any
     slope: Any
     bias: Any
     tree: Any
     ranges: Any
+    bits: Any
 
 
 @triton.jit
@@ -112,11 +115,11 @@ def head_mods(scale, b, h, params):
         bias = params.mods.bias.ptr + (
             b * params.mods.bias.stride_b + h * params.mods.bias.stride_h
         )
-    if params.mask.tree is not None:
-        tree = params.mask.tree + b * params.mask.stride_treeb
+    if params.mask.tree.ptr is not None:
+        tree = params.mask.tree.ptr + b * params.mask.tree.stride_b
     if params.mask.RANGES:
         ranges = head_ranges(b, h, params.mask)
-    return HeadMods(scale, slope, bias, tree, ranges)
+    return HeadMods(scale, slope, bias, tree, ranges, -1)
 
 
 @triton.jit
@@ -183,13 +186,15 @@ def adjust_scores(s, distance, b_tile, head, mods: ScoreMods):
 
 @triton.jit
 def visible(rows, cols, distance, place, head, mask: Mask):
-    """Which scores exist, are in the window, in the tree mask and in the rows' ranges. rows, cols
-    and distance broadcast."""
+    """Which scores exist, are in the window, in the tree mask, in the rows' ranges and in the
+    tile's bits. rows, cols and distance broadcast."""
     ok = in_window(cols, distance, place, mask)
-    if mask.tree is not None:
+    if mask.tree.ptr is not None:
         ok &= tree_visible(rows, cols, place, head, mask)
     if mask.RANGES:
         ok &= range_visible(head.ranges, rows, cols, place, mask)
+    if mask.blocks.SIDE:
+        ok &= bits_visible(head.bits, rows, cols, mask.blocks)
     return ok
 
 
@@ -210,7 +215,7 @@ def tree_visible(rows, cols, place, head, mask: Mask):
     seen."""
     nodes = cols - (place.seq.len_k - place.seq.len_q)
     inside = (nodes >= 0) & (nodes < place.seq.len_q) & (rows < place.seq.len_q)
-    places = head.tree + wide(rows) * mask.stride_treem + nodes
+    places = head.tree + wide(rows) * mask.tree.stride_m + nodes
     return tl.load(places, mask=inside, other=1) != 0
 
 

@@ -20,7 +20,7 @@ from heedful.kernels.common.scores import (
     product_of_rows,
     softmax_step,
 )
-from heedful.kernels.common.tile_range import key_tiles
+from heedful.kernels.common.tile_range import key_tile, key_tiles
 
 # From these magnitudes on, a log-sum-exp is far from 0. One of 2^10 is known to 2^-14, which 16-bit
 # rows do not notice; one of 2^6 is known to 2^-19.
@@ -61,13 +61,13 @@ def statistics_of_keys(q_MD, keys, k: Rows, row0, place, head, params, IS_ADJUST
         block = visit + tiles.first_begin
         if visit >= first:
             block = visit - first + tiles.begin
-        col0 = block * N
+        col0, mods = key_tile(block, row0, place, head, params, True)
         if params.cache is None:
             k_ND = load_rows(keys, k.stride_n, col0, place.seq.len_k, D, N, BLOCK_D, True)
         else:
             k_ND = load_keys(keys, k, params.descales.k, params, col0, D, BLOCK_D, True)
         s_MN = product_of_rows(q_MD, k_ND.to(q_MD.dtype), params.tile.PRECISION, IS_EXACT)
-        s_MN = modified_scores(s_MN, rows_M, row0, col0, place, head, params, IS_ADJUSTED, True)
+        s_MN = modified_scores(s_MN, rows_M, row0, col0, place, mods, params, IS_ADJUSTED, True)
         _p, m_M, l_M, _alpha = softmax_step(s_MN, m_M, l_M, head.scale, IS_ADJUSTED, True)
     return m_M, l_M
 

@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from heedful.kernels.args.shared import Mask, Tile
+from heedful.kernels.args.shared import BlockLists, Mask, Tile
+from heedful.kernels.common.block_lists import list_of, listed, step_of
 from heedful.kernels.common.key_range import key_bounds
 from heedful.kernels.common.row_ranges import range_hulls
+from heedful.kernels.common.scores import HeadMods
 
 
 class TileRange(NamedTuple):
@@ -26,7 +28,9 @@ class TileRange(NamedTuple):
 @triton.jit
 def key_tiles(row, place, mask: Mask, tile: Tile):
     """The key tiles that a tile of queries from `row` on visits."""
-    if mask.RANGES:
+    if mask.blocks.SIDE:
+        return listed_tiles(row, place, mask.blocks, tile)
+    elif mask.RANGES:
         return ranged_tiles(row, place, mask, tile)
     else:
         return tiles_by_position(row, place, mask, tile)
@@ -37,9 +41,36 @@ def ranged_tiles(row, place, mask: Mask, tile: Tile):
     """`key_tiles` of rows that have key_ranges."""
     hull, other = range_hulls(row, place, mask, tile)
     full_end = hull.full_end
-    if mask.tree is not None:
+    if mask.tree.ptr is not None:
         full_end = before_tree(full_end, hull.full_begin, place, tile)
     return TileRange(other.begin, other.end, hull.begin, hull.full_begin, full_end, hull.end)
+
+
+@triton.jit
+def listed_tiles(row, place, blocks: BlockLists, tile: Tile):
+    """`key_tiles` of rows that have a list, by their places in it: `key_tile` says which tiles they
+    are. Those seen whole need no mask where neither positions nor the last keys are hidden."""
+    STEPS: tl.constexpr = blocks.SIDE // tile.BLOCK_N
+    whole, part = listed(list_of(place.b, place.h, row, blocks), blocks)
+    end = tl.where(row < place.seq.len_q, (whole + part) * STEPS, 0)
+    full_end = 0
+    if blocks.IS_PLAIN:
+        full_end = tl.where(place.seq.len_k % blocks.SIDE == 0, tl.minimum(whole * STEPS, end), 0)
+    return TileRange(0, 0, 0, 0, full_end, end)
+
+
+@triton.jit
+def key_tile(visit, row, place, head, params, IS_MASKED: tl.constexpr):
+    """(first key, `HeadMods`) of a visited tile, which is a place in the list of rows that have
+    one. IS_MASKED: keys that do not exist are hidden. params: with mask and tile."""
+    N: tl.constexpr = params.tile.BLOCK_N
+    if params.mask.blocks.SIDE:
+        tiles_of = list_of(place.b, place.h, row, params.mask.blocks)
+        len_k = place.seq.len_k
+        col, bits = step_of(tiles_of, visit, len_k, params.mask.blocks, N, IS_MASKED)
+        return col, HeadMods(head.scale, head.slope, head.bias, head.tree, head.ranges, bits)
+    else:
+        return visit * N, head
 
 
 @triton.jit
@@ -74,7 +105,7 @@ def tiles_by_position(row, place, mask: Mask, tile: Tile):
         full_begin = 0
         full_end = 0
         end = 0
-    if mask.tree is not None:
+    if mask.tree.ptr is not None:
         full_end = before_tree(full_end, full_begin, place, tile)
     return TileRange(0, first_end, begin, full_begin, full_end, end)
 
@@ -140,6 +171,6 @@ def query_tiles(col, place, mask: Mask, tile: Tile):
         full_end = 0
         end = 0
     full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
-    if mask.tree is not None:
+    if mask.tree.ptr is not None:
         full_end = tl.where(last >= place.seq.len_k - len_q, full_begin, full_end)
     return TileRange(0, 0, begin, full_begin, full_end, end)

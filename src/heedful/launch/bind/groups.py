@@ -211,6 +211,26 @@ def row_ranges(buffers: Buffers) -> kinds.RowArray:
     return kinds.RowArray(pointer(buffers, "key_ranges"), stride(b), stride(h), row_stride(m))
 
 
+def block_lists(problem: AttentionProblem, buffers: Buffers, name: str) -> shared.BlockLists:
+    """The group of a block mask's lists. name: block_rows or block_keys."""
+    spec = buffers.get(name)
+    if spec is None:
+        return absent(shared.BlockLists)
+    b, h, m, _ = spec.steps
+    others = problem.used_q or problem.used_k or problem.leftpad_k or problem.key_ranges
+    return shared.BlockLists(
+        ptr=pointer(buffers, name),
+        stride_b=stride(b),
+        stride_h=stride(h),
+        stride_m=row_stride(m),
+        width=Scalar((spec.shape[-1] - 2) // 2),
+        bits=pointer(buffers, "block_bits"),
+        pool=Scalar(buffers["block_bits"].shape[0]),
+        SIDE=problem.block_mask,
+        IS_PLAIN=not (problem.mask.bounded or others or problem.tree_mask),
+    )
+
+
 def mask(problem: AttentionProblem, buffers: Buffers) -> shared.Mask:
     """The group that says which keys a query sees. A side without a bound is FAR."""
     spec = problem.mask
@@ -223,9 +243,12 @@ def mask(problem: AttentionProblem, buffers: Buffers) -> shared.Mask:
         first=Scalar(min(spec.first, FAR)),
         bottom_right=Scalar(int(spec.bottom_right)),
         shift=Scalar(max(-FAR, min(spec.shift, FAR))),
-        tree=pointer(buffers, "tree_mask"),
-        stride_treeb=stride(batch_stride) if tree else None,
-        stride_treem=row_stride(tree.strides[1]) if tree else None,
+        tree=shared.TreeMask(
+            pointer(buffers, "tree_mask"),
+            stride(batch_stride) if tree else None,
+            row_stride(tree.strides[1]) if tree else None,
+        ),
+        blocks=block_lists(problem, buffers, "block_rows"),
         ranges=row_ranges(buffers),
         HAS_LEFT=spec.left >= 0,
         HAS_RIGHT=spec.right >= 0,

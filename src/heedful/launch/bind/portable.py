@@ -332,12 +332,16 @@ def _gradients_call(
     config, launch = plan.configs[kernel], sizes.launches[kernel]
     divisor = shared_divisor(buffers, groups.names_of_rows(io))
     blocks = tile(problem, config.block_m, config.block_n, divisor)
+    parameters = params(problem, blocks, buffers, _order(launch.numbers), has_sink)
+    if side == "keys":
+        lists = groups.block_lists(problem, buffers, "block_keys")
+        parameters = parameters._replace(mask=parameters.mask._replace(blocks=lists))
     return kernel_call(
         function,
         launch.grid,
         config,
         io=groups.arrays(io, buffers, divisor, seen=_seen_keys(problem, plan, sizes, buffers)),
-        params=params(problem, blocks, buffers, _order(launch.numbers), has_sink),
+        params=parameters,
         **more,
     )
 

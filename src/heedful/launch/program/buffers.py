@@ -40,6 +40,13 @@ def inputs(problem: AttentionProblem) -> Buffers:
     if p.key_ranges:
         rows = (p.total_q,) if p.total_q is not None else (p.batch, p.heads_q, p.seqlen_q)
         buffers["key_ranges"] = make((*rows, 2 * p.key_ranges), "int32")
+    if p.block_mask:
+        # Lists of every tile, and one tile's bits.
+        tiles_q, tiles_k = (-(-n // p.block_mask) for n in (p.seqlen_q, p.seqlen_k))
+        heads = (p.batch, p.heads_q)
+        buffers["block_rows"] = make((*heads, tiles_q, 2 + 2 * max(1, tiles_k)), "int32")
+        buffers["block_keys"] = make((*heads, tiles_k, 2 + 2 * max(1, tiles_q)), "int32")
+        buffers["block_bits"] = make((1, p.block_mask, p.block_mask // 32), "int32")
     if p.dropout_p > 0:
         buffers["seed"] = make((1,), "int64")
     present = {

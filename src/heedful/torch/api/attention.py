@@ -14,9 +14,11 @@ from heedful.core.call.arguments import (
     one_sink,
 )
 from heedful.core.call.operands import Operands
+from heedful.masks.block_mask import BlockMask, block_operands
 from heedful.torch.base.dispatch import needs_dispatcher
 from heedful.torch.eager.calls import attend
 from heedful.torch.operands.plain import plain_length, plain_origin, plain_window
+from heedful.torch.operands.values import is_readable
 from heedful.torch.traced import library
 
 
@@ -37,6 +39,7 @@ def flash_attn_func(
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     bias: Tensor | None = None,
     sink: Tensor | None = None,
     s_aux: Tensor | None = None,
@@ -84,6 +87,7 @@ def flash_attn_func(
             its own, or those of two such ranges, among those that the other masks show. Positions
             count from its sequence's first key. A range is cut to the keys that exist; one with a
             >= b shows none. `heedful.masks` makes them.
+        block_mask: a `heedful.BlockMask`: tiles of queries and keys that the other masks show, too.
         bias: float, broadcastable to (batch, heads_q, seqlen_q, seqlen_k); differentiable. Or bool:
             True where a query sees a key. The call makes it a bias of 16 bits in scratch memory.
         sink: float (heads_q,), a logit in every softmax's denominator, without a value (gpt-oss);
@@ -145,7 +149,7 @@ def flash_attn_func(
         and q_descale is None
         and k_descale is None
         and v_descale is None
-        and seqused_q is seqused_k is leftpad_k is key_ranges is None
+        and seqused_q is seqused_k is leftpad_k is key_ranges is block_mask is None
     ):
         x = (Operands if dispatched else new_operands)(
             q=q,
@@ -162,6 +166,8 @@ def flash_attn_func(
             k_descale=k_descale,
             v_descale=v_descale,
         )
+        if block_mask is not None:
+            x = x._replace(**block_operands(block_mask, q, k, is_readable))
     if dispatched:
         return library.attend(q, k, v, x, options, out, dropout_seed)
     return attend(q, k, v, x, options, out, dropout_seed, library.attend)

@@ -19,6 +19,7 @@ from heedful.core.call.describe_cache import (
 )
 from heedful.core.call.storage import copies
 from heedful.core.planning import plan
+from heedful.masks.block_mask import block_operands
 from heedful.torch.api.attention import flash_attn_func, flash_attn_varlen_func, plain_lengths
 from heedful.torch.api.kvcache import flash_attn_with_kvcache
 from heedful.torch.api.packed import STANDS_FOR, in_own_words, unpacked_arguments
@@ -33,6 +34,7 @@ from heedful.torch.operands.checks import (
     lies_in,
 )
 from heedful.torch.operands.plain import plain_options, plain_seed, plain_update
+from heedful.torch.operands.values import is_readable
 
 _KINDS = {
     flash_attn_func: "dense",
@@ -92,7 +94,8 @@ def _by_name(function: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 
 def _call(kind: str, arguments: dict[str, Any]) -> AttentionCall:
-    x, options, _ = bind(kind, arguments)
+    mask, q, k = arguments.get("block_mask"), arguments["q"], arguments["k"]
+    x, options, _ = bind(kind, {**arguments, **block_operands(mask, q, k, is_readable)})
     if kind == "varlen":
         lengths = options.max_seqlen_q, options.max_seqlen_k
         lengths = plain_lengths(lengths, x.q, x.k, x.bias, x.block_table)

@@ -17,10 +17,12 @@ from heedful.core.call.arguments import (
 )
 from heedful.core.call.describe import check_packed
 from heedful.core.call.operands import Gradients, Operands
+from heedful.masks.block_mask import BlockMask, block_operands
 from heedful.torch.api.attention import plain_lengths
 from heedful.torch.base.dispatch import is_bare, needs_dispatcher
 from heedful.torch.eager.calls import CALLS
 from heedful.torch.operands.plain import plain_origin, plain_window
+from heedful.torch.operands.values import is_readable
 from heedful.torch.traced import library
 from heedful.torch.traced.private import wants_gradients
 
@@ -50,6 +52,7 @@ def attention_backward(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     key_ranges: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     bias: Tensor | None = None,
     sink: Tensor | None = None,
     s_aux: Tensor | None = None,
@@ -127,6 +130,8 @@ def attention_backward(
         block_table=block_table,
         key_ranges=key_ranges,
     )
+    if block_mask is not None:
+        x = x._replace(**block_operands(block_mask, q, k, is_readable))
     saved = dout, dlse, out, lse
     if dispatched or wants_gradients((*x, *saved)):
         return library.differentiate(x, options, saved, dropout_seed, bias_grad)

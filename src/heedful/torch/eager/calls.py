@@ -161,7 +161,9 @@ class Call:
         self.forward = self.runner.forward
         if plan.backend == "sdpa":
             self.forward = partial(_dense_forward, self.runner.forward)
-        wanted = x.block_table is not None and settings.get("check_pages")
+        wanted = (x.block_table is not None or x.block_rows is not None) and settings.get(
+            "check_pages"
+        )
         on_cpu = plan.device.vendor == "cpu"
         self.checks = wanted or (on_cpu and any(i is not None for i in indices(x)))
         self.wanting = bool(wanting(x))
@@ -278,7 +280,7 @@ class Once(NamedTuple):
 # Operands that are expanded to a call's lengths, or that most calls do not have. Shifts come with
 # descales.
 _ADAPTED = ("bias", "alibi_slopes", "tree_mask", "key_ranges", "seed")
-_ADAPTED += ("q_descale", "k_descale", "v_descale")
+_ADAPTED += ("block_rows", "q_descale", "k_descale", "v_descale")
 _adapted = itemgetter(*(Operands._fields.index(name) for name in _ADAPTED))
 _OPERANDS = tuple(enumerate(Operands._fields))
 _LONGEST = slice(1, 3)  # of Options

@@ -14,6 +14,7 @@ from heedful.torch.operands.checks import FLOATS
 
 _ROWS = ("q", "k", "v", *LENGTHS, "block_table")
 _ROWS += ("sink", "alibi_slopes", "tree_mask", "key_ranges")
+_ROWS += ("block_rows", "block_keys", "block_bits")
 _INDEX = {name: index for index, name in enumerate(Operands._fields)}
 _new = tuple.__new__
 
@@ -74,6 +75,9 @@ def _expansions(x: Operands, problem: AttentionProblem) -> list[Step]:
     if not problem.varlen_q:
         rows = batch, heads, problem.seqlen_q
         shapes["key_ranges"] = (*rows, 2 * problem.key_ranges)
+    if x.block_rows is not None:
+        for name in ("block_rows", "block_keys"):
+            shapes[name] = (batch, heads, *getattr(x, name).shape[2:])
     shapes |= {name: (batch, problem.heads_k) for name in SCALES}
     return [
         _expand(_INDEX[name], shape)

@@ -1,18 +1,25 @@
 """Checks of values. On a CPU they are always made. On a GPU, where they wait for the device, they
-are made for calls with pages under HEEDFUL_CHECK_PAGES.
+are made for calls with pages or lists of tiles under HEEDFUL_CHECK_PAGES.
 """
 
 from operator import attrgetter
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from heedful.core.call.arguments import argument_name
-from heedful.core.call.operands import LENGTHS, Operands
+from heedful.core.call.operands import LENGTHS, Operands, own_shape
 from heedful.core.call.problem import AttentionProblem
+from heedful.torch.base.dispatch import is_bare
 
 # Operands whose values are lengths or indices.
-indices = attrgetter(*LENGTHS, "block_table")
+indices = attrgetter(*LENGTHS, "block_table", "block_rows")
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether the value of a tensor may be read: the call is not traced, nor mapped over it."""
+    return not is_compiling() and is_bare(tensor)
 
 
 def check_values(x: Operands, problem: AttentionProblem, kind: str) -> None:
@@ -47,6 +54,9 @@ def check_values(x: Operands, problem: AttentionProblem, kind: str) -> None:
         check_range("cache_batch_idx", x.kv_batch_idx, 0, x.k.shape[0] - 1)
     if x.block_table is not None:
         _check_table(x)
+    if x.block_rows is not None:
+        check_lists(x.block_rows, problem.seqlen_k, x.block_bits)
+        check_lists(x.block_keys, problem.seqlen_q, x.block_bits)
 
 
 def check_range(name: str, tensor: Tensor, low: int, high: int) -> None:
@@ -81,6 +91,32 @@ def check_pages(table: Tensor, page_size: int, pages: int, begin, end) -> None:
         raise ValueError(
             f"block_table must hold pages from 0 to {pages - 1} where they are in use,"
             f" got {int(table[row, entry])} in row {row}, entry {entry}"
+        )
+
+
+def check_lists(lists: Tensor, length: int, bits: Tensor) -> None:
+    """ValueError, with row and entry, where a block mask lists a tile or bits that do not exist."""
+    pool, side, _ = bits.shape
+    entries = lists[tuple([slice(n) for n in own_shape(lists.shape, lists.stride())])]
+    width = (entries.shape[-1] - 2) // 2
+    whole, part = entries[..., 0], entries[..., 1]
+    wrong = (whole < 0) | (part < 0) | (whole.long() + part > width)
+    if wrong.any():
+        b, h, row = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"block_mask must list from 0 to {width} tiles in a row, got"
+            f" {entries[b, h, row, :2].tolist()} in row {row} of batch entry {b}, head {h}"
+        )
+    tile, index = entries[..., 2:].unflatten(-1, (width, 2)).unbind(-1)
+    used = torch.arange(width, device=entries.device) < (whole + part)[..., None]
+    tiles = -(-length // side)
+    wrong = used & ((tile < 0) | (tile >= tiles) | (index < -1) | (index >= pool))
+    if wrong.any():
+        b, h, row, entry = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"block_mask must list tiles from 0 to {tiles - 1}, and bits from -1 to {pool - 1}, got"
+            f" {int(tile[b, h, row, entry])} and {int(index[b, h, row, entry])} in entry {entry} of"
+            f" row {row} of batch entry {b}, head {h}"
         )
 
 

@@ -17,12 +17,12 @@ import triton.language as tl
 
 from heedful.core.call.mask import MaskSpec
 from heedful.kernels.args.kinds import RowArray
-from heedful.kernels.args.shared import Mask, Tile, TileOrder
+from heedful.kernels.args.shared import BlockLists, Mask, Tile, TileOrder, TreeMask
 from heedful.kernels.common.sequences import Place, Seqlens
 from heedful.kernels.common.tile_range import key_tiles, masked_count, query_tiles, visited_tile
 from heedful.kernels.portable.backward.keys import visited_rows
 from heedful.kernels.portable.shared.order import head_of
-from heedful.launch.spec import KernelCall, KernelRef, Pointer, Scalar
+from heedful.launch.spec import KernelCall, KernelRef, Pointer, Scalar, absent
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 from support.runs.interpreter import run_call
 
@@ -116,9 +116,8 @@ def visits(
             first,
             bottom_right,
             shift,
-            tree=Pointer("tree", "int8") if tree else None,
-            stride_treeb=None,
-            stride_treem=None,
+            tree=TreeMask(Pointer("tree", "int8") if tree else None, None, None),
+            blocks=absent(BlockLists),
             ranges=RowArray(
                 Pointer("ranges", "int32") if columns else None,
                 Scalar(0),

@@ -290,6 +290,7 @@ def test_every_feature_has_words_and_a_problem_that_asks_for_it():
         "fp8": {"dtype": "float8_e4m3fn"},
         "quantized_kv": {"kv_dtype": "int8"},
         "key_ranges": {"key_ranges": 2},
+        "block_mask": {"block_mask": 64},
         "split_kv": {"num_splits": 2},
         "backward": {"needs_grad": True},
         "deterministic": {"needs_grad": True, "deterministic": True},

@@ -14,10 +14,17 @@ import triton.language as tl
 
 from heedful.kernels.args.portable import KeyGradientsIO
 from heedful.kernels.args.shared import PortableParams
+from heedful.kernels.common.block_lists import list_of, listed, step_of
 from heedful.kernels.common.rows import load_rows, row_base, store_rows
-from heedful.kernels.common.scores import head_mods, plus_product, probabilities, product_of_rows
+from heedful.kernels.common.scores import (
+    HeadMods,
+    head_mods,
+    plus_product,
+    probabilities,
+    product_of_rows,
+)
 from heedful.kernels.common.sequences import place_of
-from heedful.kernels.common.tile_range import query_tiles
+from heedful.kernels.common.tile_range import TileRange, query_tiles
 from heedful.kernels.portable.backward.seen import seeing_tiles
 from heedful.kernels.portable.shared.dropout import dropout_words, keep_tile
 from heedful.kernels.portable.shared.order import head_of
@@ -33,6 +40,37 @@ def visited_rows(index, tiles, IS_MASKED: tl.constexpr):
         return tiles.begin + index
     else:
         return tiles.full_begin + index
+
+
+@triton.jit
+def listing_tiles(col0, place, params, IS_GQA: tl.constexpr):
+    """The `TileRange` of a tile of keys that has a list of query tiles, by places in the list: as
+    many as the longest has, of all query heads. All of them need a mask."""
+    group = params.shape.heads_q // params.shape.heads_k if IS_GQA else 1
+    longest = 0
+    for r in range(0, group):
+        rows_of = list_of(place.b, place.g * group + r, col0, params.mask.blocks)
+        whole, part = listed(rows_of, params.mask.blocks)
+        longest = tl.maximum(longest, whole + part)
+    longest = tl.where(col0 < place.seq.len_k, longest, 0)
+    end = longest * (params.mask.blocks.SIDE // params.tile.BLOCK_M)
+    return TileRange(0, 0, 0, 0, 0, end)
+
+
+@triton.jit
+def query_tile(visit, col0, h, place, params):
+    """(first row, index of bits) of a visited tile of queries. If there are lists, it is a place in
+    one; a head whose list is shorter visits rows that do not exist."""
+    M: tl.constexpr = params.tile.BLOCK_M
+    if params.mask.blocks.SIDE:
+        rows_of = list_of(place.b, h, col0, params.mask.blocks)
+        whole, part = listed(rows_of, params.mask.blocks)
+        len_q = place.seq.len_q
+        row, bits = step_of(rows_of, visit, len_q, params.mask.blocks, M, True)
+        is_listed = visit < (whole + part) * (params.mask.blocks.SIDE // M)
+        return tl.where(is_listed, row, tl.cdiv(len_q, M) * M), bits
+    else:
+        return visit * M, -1
 
 
 @triton.jit
@@ -56,7 +94,9 @@ def key_gradients(io: KeyGradientsIO, params: PortableParams, IS_GQA: tl.constex
     col0 = block * N
     if col0 >= place.seq.stored_k:
         return
-    if params.mask.RANGES:
+    if params.mask.blocks.SIDE:
+        tiles = listing_tiles(col0, place, params, IS_GQA)
+    elif params.mask.RANGES:
         tiles = seeing_tiles(col0, io.seen, place, params, IS_GQA)
     else:
         tiles = query_tiles(col0, place, params.mask, params.tile)
@@ -86,7 +126,8 @@ def key_gradients(io: KeyGradientsIO, params: PortableParams, IS_GQA: tl.constex
             if IS_GQA:
                 h = g * group + visit // count
                 index = visit % count
-            row0 = visited_rows(index, tiles, masked == 1) * M
+            block = visited_rows(index, tiles, masked == 1)
+            row0, bits = query_tile(block, col0, h, place, params)
             rows_M = row0 + tl.arange(0, M)
             q_h = q + h * io.q.stride_h
             q_MD = load_rows(q_h, io.q.stride_n, row0, len_q, D, M, BLOCK_D, masked == 1)
@@ -96,7 +137,8 @@ def key_gradients(io: KeyGradientsIO, params: PortableParams, IS_GQA: tl.constex
                 lse_M = tl.load(io.reference + places_M, mask=exists_M, other=float("inf"))
             else:
                 lse_M = tl.load(io.reference + places_M)
-            head = head_mods(params.mods.scale, b, h, params)
+            mods = head_mods(params.mods.scale, b, h, params)
+            head = HeadMods(mods.scale, mods.slope, mods.bias, mods.tree, mods.ranges, bits)
             # S^T = K Q^T
             p_NM, slope_of_cap = probabilities(
                 q_MD, k_ND, lse_M, row0, col0, place, head, params, masked == 1, True

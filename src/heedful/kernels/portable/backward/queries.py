@@ -23,7 +23,7 @@ from heedful.kernels.common.scores import (
 )
 from heedful.kernels.common.sequences import place_of_queries
 from heedful.kernels.common.statistics import any_far, row_deltas, row_statistics, with_statistics
-from heedful.kernels.common.tile_range import key_tiles, masked_count, visited_tile
+from heedful.kernels.common.tile_range import key_tile, key_tiles, masked_count, visited_tile
 from heedful.kernels.portable.backward.seen import store_seen_keys
 from heedful.kernels.portable.shared.dropout import dropout_words, keep_tile
 from heedful.kernels.portable.shared.order import head_of
@@ -52,7 +52,7 @@ def query_gradients(io: QueryGradientsIO, params: PortableParams):
     if row0 >= place.seq.stored_q:
         return
     tiles = key_tiles(row0, place, params.mask, params.tile)
-    if params.mask.RANGES:
+    if params.mask.RANGES and not params.mask.blocks.SIDE:
         store_seen_keys(io.seen, tiles, block, place, params.tile)
     b, h, token_q = place.b, place.h, place.seq.token_q
     len_q, len_k = place.seq.len_q, place.seq.len_k
@@ -84,11 +84,12 @@ def query_gradients(io: QueryGradientsIO, params: PortableParams):
     for masked in tl.static_range(2):
         count = masked_count(tiles) if masked == 1 else tiles.full_end - tiles.full_begin
         for visit in range(0, count):
-            col0 = visited_tile(visit, tiles, params.mask, masked == 1) * N
+            block = visited_tile(visit, tiles, params.mask, masked == 1)
+            col0, mods = key_tile(block, row0, place, head, params, masked == 1)
             k_ND = load_rows(k, io.k.stride_n, col0, len_k, D, N, BLOCK_D, masked == 1)
             # S = Q K^T
             p_MN, slope_of_cap = probabilities(
-                q_MD, k_ND, lse_M, row0, col0, place, head, params, masked == 1, False
+                q_MD, k_ND, lse_M, row0, col0, place, mods, params, masked == 1, False
             )
             v_NE = load_rows(v, io.v.stride_n, col0, len_k, E, N, BLOCK_E, masked == 1)
             # dP = dO V^T

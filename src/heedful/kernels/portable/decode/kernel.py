@@ -306,9 +306,9 @@ def stream_keys(q, segment, pos_M, place, head, io: ForwardIO, params, DTYPE: tl
             shifted = shifted + (tl.zeros([M, N], tl.float32),)
     # Key tiles that the tree covers come last, so that only they look into it.
     first_tree = stop
-    if params.mask.tree is not None:
+    if params.mask.tree.ptr is not None:
         first_tree = tree_visit(span, place, params)
-    for in_tree in tl.static_range(1 if params.mask.tree is None else 2):
+    for in_tree in tl.static_range(1 if params.mask.tree.ptr is None else 2):
         visit_from = start
         visit_to = tl.minimum(stop, first_tree)
         if in_tree == 1:

@@ -98,6 +98,6 @@ def head_of(times, head_M, place, params):
     if params.mods.alibi is not None:
         slopes = params.mods.alibi + place.b * params.mods.stride_alibib + head_M
         slope = tl.load(slopes)[:, None]
-    if params.mask.tree is not None:
-        tree = params.mask.tree + place.b * params.mask.stride_treeb
-    return HeadMods(scale, slope, 0, tree, 0), factor
+    if params.mask.tree.ptr is not None:
+        tree = params.mask.tree.ptr + place.b * params.mask.tree.stride_b
+    return HeadMods(scale, slope, 0, tree, 0, -1), factor

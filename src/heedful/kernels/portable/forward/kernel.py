@@ -28,7 +28,7 @@ from heedful.kernels.common.scores import (
     with_descales,
 )
 from heedful.kernels.common.sequences import place_of_queries
-from heedful.kernels.common.tile_range import key_tiles, masked_count, visited_tile
+from heedful.kernels.common.tile_range import key_tile, key_tiles, masked_count, visited_tile
 from heedful.kernels.portable.shared.dropout import dropout_words, keep_tile
 from heedful.kernels.portable.shared.order import head_of
 
@@ -165,11 +165,12 @@ def attention_forward(io: ForwardIO, params: PortableParams):
             visit_to = visit_end
         for visit in range(visit_from, visit_to):
             index = visit - full if masked == 1 else visit
-            col0 = visited_tile(index, tiles, params.mask, masked == 1) * N
+            block = visited_tile(index, tiles, params.mask, masked == 1)
+            col0, mods = key_tile(block, row0, place, head, params, masked == 1)
             # S = Q K^T
             s_MN = raw_scores(q_MD, q_MR, keys, col0, io.k, params, masked == 1, IS_EXACT)
             s_MN = modified_scores(
-                s_MN, rows_M, row0, col0, place, head, params, IS_ADJUSTED, masked == 1
+                s_MN, rows_M, row0, col0, place, mods, params, IS_ADJUSTED, masked == 1
             )
             p_MN, m_M, l_M, alpha_M = softmax_step(
                 s_MN, m_M, l_M, scale, IS_ADJUSTED, IS_EXACT, masked == 1 or HAS_BIAS

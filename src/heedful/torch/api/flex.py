@@ -1,0 +1,89 @@
+"""Attention with the arguments and the layout of torch's FlexAttention."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from heedful.masks.block_mask import BlockMask
+from heedful.masks.of_masks import is_of_torch
+from heedful.torch.api.attention import flash_attn_func
+from heedful.torch.operands.checks import check_tensor
+
+
+class AuxOutput(NamedTuple):
+    """Results beside the output: lse, float32 (batch, heads_q, seqlen_q), or None."""
+
+    lse: Tensor | None = None
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """torch.nn.attention.flex_attention of masks that are data: nothing is traced or compiled.
+
+    Args:
+        query: (batch, heads_q, seqlen_q, head_dim).
+        key: (batch, heads_k, seqlen_k, head_dim), value: (batch, heads_k, seqlen_k, head_dim_v).
+        score_mod: None: scores are changed by arguments of flash_attn_func.
+        block_mask: None, a heedful.BlockMask, or a BlockMask of torch. That is converted in each
+            call, which waits for the device; BlockMask.of converts it once.
+        scale: by default 1 / sqrt(head_dim).
+        enable_gqa: whether heads_k may be less than heads_q, which it divides.
+        kernel_options: None, or {"BACKEND": name} with the name of a backend of heedful.
+        return_aux: an AuxRequest of torch: its lse is returned; max_scores are not.
+
+    Returns:
+        out (batch, heads_q, seqlen_q, head_dim_v); with return_aux (out, AuxOutput).
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    if score_mod is not None:
+        raise ValueError(
+            "score_mod must be None, as no function runs within the kernels, got one: softcap,"
+            " alibi_slopes and bias of flash_attn_func change scores, and a mask is a block_mask"
+        )
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, tensor)
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} must be (batch, heads, seqlen, head_dim), got shape {tuple(tensor.shape)}"
+            )
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"enable_gqa must be True where key has other heads than query's {query.shape[1]}, got"
+            f" {key.shape[1]}"
+        )
+    options = dict(kernel_options or {})
+    backend = options.pop("BACKEND", None)
+    if options:
+        raise ValueError(
+            "kernel_options must have no other key than BACKEND, as the planner chooses tiles, got"
+            f" {', '.join(map(repr, options))}"
+        )
+    if getattr(return_aux, "max_scores", False):
+        raise ValueError("return_aux must not ask for max_scores, which are not kept, got True")
+    if is_of_torch(block_mask):
+        if is_compiling():
+            raise ValueError(
+                "block_mask must be a heedful.BlockMask where the call is traced, as torch's needs"
+                " its mask_mod to be evaluated (BlockMask.of, before), got a BlockMask of torch"
+            )
+        block_mask = BlockMask.of(block_mask)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    arguments: Any = {"softmax_scale": scale, "block_mask": block_mask, "backend": backend}
+    if return_aux is None or not return_aux.lse:
+        out = flash_attn_func(q, k, v, **arguments).transpose(1, 2)
+        return out if return_aux is None else (out, AuxOutput())
+    out, lse = flash_attn_func(q, k, v, **arguments, return_lse=True)
+    return out.transpose(1, 2), AuxOutput(lse)

@@ -1,0 +1,87 @@
+"""Block masks in JAX: made under jit, taken by transforms, equal to the mask that they were made
+of."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+import heedful.jax
+from heedful import BlockMask
+
+SIDE, ROWS, KEYS = 32, 70, 100
+
+
+def inputs() -> tuple:
+    draw = np.random.default_rng(0).standard_normal
+    q = jnp.asarray(draw((2, ROWS, 4, 16)), jnp.float32)
+    k, v = (jnp.asarray(draw((2, KEYS, 2, 16)), jnp.float32) for _ in "kv")
+    return q, k, v
+
+
+def drawn(heads: int = 1, seed: int = 0) -> jax.Array:
+    rng = np.random.default_rng(seed)
+    kind = rng.integers(0, 4, (2, heads, 3, 4)).repeat(SIDE, 2).repeat(SIDE, 3)[..., :ROWS, :KEYS]
+    return jnp.asarray(
+        np.select([kind == 0, kind == 1], [False, True], rng.random(kind.shape) < 0.4)
+    )
+
+
+def loss(q, k, v, **mask):
+    return (heedful.jax.flash_attn_func(q, k, v, **mask) ** 2).sum()
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_a_block_mask_and_its_gradients_are_those_of_the_mask_that_it_was_made_of(heads):
+    mask = drawn(heads)
+    block_mask = BlockMask.of(mask, side=SIDE)
+    assert (block_mask.to_dense() == mask).all()
+    by_tiles = jax.jit(
+        jax.value_and_grad(lambda q, k, v, m: loss(q, k, v, block_mask=m), (0, 1, 2))
+    )
+    got = by_tiles(*inputs(), block_mask)
+    want = jax.value_and_grad(partial(loss, bias=mask), (0, 1, 2))(*inputs())
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5)
+
+
+def test_makers_with_a_capacity_run_under_jit_and_say_where_it_was_too_small():
+    mask = drawn()
+    make = jax.jit(lambda m, count: BlockMask.of(m, side=SIDE, capacity=count), static_argnums=1)
+    enough, few = make(mask, 20), make(mask, 2)
+    assert (enough.to_dense() == mask).all() and not enough.overflow
+    assert few.overflow and not (few.to_dense() & ~mask).any()
+    with pytest.raises(ValueError, match="capacity must be at least"):
+        few.check()
+    sizes = {"seqlen_q": ROWS, "seqlen_k": KEYS, "batch": 2, "side": SIDE, "like": mask}
+    of_function = BlockMask.of(lambda b, h, i, j: mask[b, h, i, j], **sizes)
+    assert (of_function.to_dense() == mask).all()
+
+
+def test_vmap_maps_the_mask_alone():
+    q, k, v = inputs()
+    masks = [BlockMask.of(drawn(seed=seed), side=SIDE, capacity=20) for seed in (0, 1)]
+    both = jax.tree.map(lambda *a: jnp.stack(a), *masks)
+    got = jax.vmap(lambda m: heedful.jax.flash_attn_func(q, k, v, block_mask=m))(both)
+    for one, mask in zip(got, masks, strict=True):
+        want = heedful.jax.flash_attn_func(q, k, v, block_mask=mask)
+        np.testing.assert_allclose(one, want, atol=1e-6)
+
+
+def test_lists_by_hand_run_under_jit():
+    counts = jnp.array([[[2, 0, 1]]], jnp.int32)
+    tiles = jnp.array([[[[3, 1], [9, -9], [0, 7]]]], jnp.int32)
+    make = jax.jit(partial(BlockMask.of_lists, seqlen_q=ROWS, seqlen_k=KEYS, side=SIDE))
+    want = np.zeros((1, 1, ROWS, KEYS), bool)
+    want[..., :32, 96:] = want[..., :32, 32:64] = want[..., 64:, :32] = True
+    np.testing.assert_array_equal(make(counts, tiles).to_dense(), want)
+
+
+def test_a_mask_of_other_lengths_is_refused():
+    q, k, v = inputs()
+    with pytest.raises(ValueError, match="block_mask must be of 70 queries and 99 keys"):
+        heedful.jax.flash_attn_func(
+            q, k[:, 1:], v[:, 1:], block_mask=BlockMask.of(drawn(), side=SIDE)
+        )

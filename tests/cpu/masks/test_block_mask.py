@@ -1,0 +1,273 @@
+"""Block masks: made of masks of every kind, taken by calls and transforms, refused where they are
+wrong."""
+
+import pytest
+import torch
+from torch.func import grad, vmap
+from torch.utils import _pytree as pytree
+
+import heedful.torch as heedful
+from heedful import BlockMask
+from heedful.core.base.device import by_name
+from heedful.core.planning.plan import plan
+from heedful.masks import of_masks
+from support.problems.budget import check
+from support.problems.cases import Case, build
+from support.runs import api
+
+SIDE, ROWS, KEYS = 32, 70, 100
+
+
+def dense(seqlen_q: int = ROWS, seqlen_k: int = KEYS) -> tuple:
+    torch.manual_seed(0)
+    shapes = ((2, seqlen_q, 4, 16), (2, seqlen_k, 2, 16), (2, seqlen_k, 2, 8))
+    return tuple(torch.randn(shape) for shape in shapes)
+
+
+def drawn(batch: int = 2, heads: int = 1, seed: int = 3) -> torch.Tensor:
+    """A mask with tiles of every kind: seen whole, in part, alike, and not at all."""
+    torch.manual_seed(seed)
+    tiles = torch.randint(0, 4, (batch, heads, 3, 4)).repeat_interleave(SIDE, 2)
+    kind = tiles.repeat_interleave(SIDE, 3)[..., :ROWS, :KEYS]
+    alike = (torch.arange(ROWS) % SIDE)[:, None] >= torch.arange(KEYS) % SIDE
+    some = torch.where(kind == 2, alike, torch.rand(kind.shape) < 0.4)
+    return torch.where(kind < 2, kind == 1, some)
+
+
+def made(mask: torch.Tensor, **more) -> BlockMask:
+    return BlockMask.of(mask, side=SIDE, **more)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_block_mask_is_the_mask_that_it_was_made_of(batch, heads, causal):
+    q, k, v = dense()
+    mask = drawn(batch, heads)
+    got = heedful.flash_attn_func(q, k, v, causal=causal, block_mask=made(mask), return_lse=True)
+    want = heedful.flash_attn_func(q, k, v, causal=causal, bias=mask, return_lse=True)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("part", [1, of_masks._PART])
+def test_makers_agree_however_much_they_look_at_together(part, monkeypatch):
+    monkeypatch.setattr(of_masks, "_PART", part)
+    mask = drawn(2, 4)
+    sizes = {"seqlen_q": ROWS, "seqlen_k": KEYS, "batch": 2, "heads": 4, "side": SIDE}
+    of_function = BlockMask.of(lambda b, h, i, j: mask[b, h, i, j], **sizes, like=mask)
+    for block_mask in (made(mask), made(mask, capacity=99), of_function):
+        assert torch.equal(block_mask.to_dense(), mask)
+
+
+def test_equal_tiles_share_their_bits():
+    mask = torch.arange(8 * SIDE)[:, None] % SIDE >= torch.arange(8 * SIDE) % SIDE
+    assert made(mask[None, None]).bits.shape == (1, SIDE, SIDE // 32)
+
+
+def test_tiles_beyond_the_capacity_are_hidden_and_the_next_checked_call_raises():
+    q, k, v = dense()
+    mask, few = drawn(), made(drawn(), capacity=2)
+    hidden = mask & ~few.to_dense()
+    assert few.overflow and hidden.any() and not (few.to_dense() & ~mask).any()
+    with pytest.raises(ValueError, match="capacity must be at least"):
+        heedful.flash_attn_func(q, k, v, block_mask=few)
+
+
+def test_more_bits_than_a_limit_raise_and_name_the_bytes(monkeypatch):
+    monkeypatch.setattr(of_masks, "_MOST_BYTES", 300)
+    with pytest.raises(ValueError, match="at most 300 bytes of tiles.*got .* or more"):
+        made(torch.rand(1, 1, ROWS, KEYS) < 0.5)
+
+
+def test_lists_by_hand_show_whole_tiles_in_any_order():
+    q, k, v = dense()
+    counts = torch.tensor([[[2, 0, 1]]], dtype=torch.int32)
+    tiles = torch.tensor([[[[3, 1], [9, -9], [0, 7]]]], dtype=torch.int32)
+    block_mask = BlockMask.of_lists(counts, tiles, seqlen_q=ROWS, seqlen_k=KEYS, side=SIDE)
+    want = torch.zeros(1, 1, ROWS, KEYS, dtype=torch.bool)
+    want[..., :32, 96:] = want[..., :32, 32:64] = want[..., 64:, :32] = True
+    assert torch.equal(block_mask.to_dense(), want)
+    got, lse = heedful.flash_attn_func(q, k, v, block_mask=block_mask, return_lse=True)
+    torch.testing.assert_close(got, heedful.flash_attn_func(q, k, v, bias=want))
+    assert (got[:, 32:64] == 0).all() and (lse[:, :, 32:64] == -torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    "counts, tiles, words",
+    [
+        ([2, 0, 3], [[0, 1]] * 3, "counts must be from 0 to 2, got 3 in row 2"),
+        ([2, -1, 0], [[0, 1]] * 3, "counts must be from 0 to 2, got -1 in row 1"),
+        (
+            [2, 0, 2],
+            [[0, 1], [9, 9], [0, 4]],
+            "tiles must be .* 3, got 4 in entry 1 of row 2",
+        ),
+    ],
+)
+def test_lists_out_of_bounds_raise_with_row_and_entry(counts, tiles, words):
+    arrays = (torch.tensor([[a]], dtype=torch.int32) for a in (counts, tiles))
+    with pytest.raises(ValueError, match=words):
+        BlockMask.of_lists(*arrays, seqlen_q=ROWS, seqlen_k=KEYS, side=SIDE)
+
+
+@pytest.mark.parametrize(
+    "place, value, words",
+    [(0, -1, "from 0 to"), (1, 99, "from 0 to"), (2, 4, "entry 0"), (3, 99, "entry 0")],
+)
+def test_a_call_raises_for_lists_that_were_changed(place, value, words):
+    q, k, v = dense()
+    block_mask = made(torch.ones(1, 1, ROWS, KEYS, dtype=torch.bool))
+    block_mask.rows[0, 0, 1, place] = value
+    with pytest.raises(ValueError, match=f"block_mask must list .*{words}.* row 1 of"):
+        heedful.flash_attn_func(q, k, v, block_mask=block_mask)
+
+
+def wrong(name: str, change) -> BlockMask:
+    given = made(drawn())
+    arrays = {n: getattr(given, n) for n in ("rows", "keys", "bits")}
+    return BlockMask(**arrays | {name: change(arrays[name])}, seqlen_q=ROWS, seqlen_k=KEYS)
+
+
+BAD = [
+    (drawn(), "block_mask must be a heedful.BlockMask.*got Tensor"),
+    (made(drawn()[:, :, :-1]), "block_mask must be of 70 queries and 100 keys.*got one of 69"),
+    (wrong("rows", lambda t: t.long()), "block_mask's rows must be int32, got int64"),
+    (wrong("rows", lambda t: t[:, :, :2]), "block_mask's rows must be .* got shape"),
+    (wrong("keys", lambda t: t[0]), "block_mask's keys must be .* got shape"),
+    (wrong("keys", lambda t: t[..., :-1]), "block_mask's keys must be .* got shape"),
+    (wrong("bits", lambda t: t[:, :16]), "block_mask's bits must be .* got shape"),
+    (wrong("bits", lambda t: t[:0]), "block_mask's bits must be .* got shape"),
+    (wrong("rows", lambda t: t.to("meta")), "block_rows must be on cpu like q, got meta"),
+    (made(drawn(3)), "block_mask's rows must be .* got shape"),
+    (made(drawn(2, 2)), "block_mask's rows must be .* got shape"),
+]
+
+
+@pytest.mark.parametrize("block_mask, words", BAD, ids=range(len(BAD)))
+def test_a_mask_that_does_not_fit_is_refused_by_name(block_mask, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        heedful.flash_attn_func(*dense(), block_mask=block_mask)
+
+
+BAD_MAKERS = [
+    ({"mask": drawn().float()}, TypeError, "mask must be bool"),
+    ({"mask": drawn()[0]}, ValueError, "mask must be "),
+    ({"mask": drawn(), "side": 48}, ValueError, "side must be 32, 64, 128, got 48"),
+    ({"mask": drawn(), "capacity": 0}, ValueError, "capacity must be >= 1"),
+    ({"mask": 3}, TypeError, "mask must be a torch.Tensor"),
+    ({"mask": lambda *_: True, "like": drawn()}, TypeError, "seqlen_q must be an int"),
+    (
+        {"mask": lambda b, h, i, j: i - j, "like": drawn(), "seqlen_q": 3, "seqlen_k": 3},
+        TypeError,
+        "mask must return a bool array",
+    ),
+]
+
+
+@pytest.mark.parametrize("given, kind, words", BAD_MAKERS, ids=range(len(BAD_MAKERS)))
+def test_bad_arguments_of_makers_are_named(given, kind, words):
+    with pytest.raises(kind, match=words):
+        BlockMask.of(**given)
+
+
+CASES = [
+    Case(heads_q=4, block_mask=32, ranges_of="bh", seqlen_q=ROWS, seqlen_k=KEYS),
+    Case(block_mask=64, causal=True, used="qk", seqlen_q=ROWS, seqlen_k=KEYS, sink=True),
+    Case(block_mask=128, leftpad_k=True, ranges_of="h", softcap=3.0, dropout_p=0.2),
+    Case(block_mask=32, key_ranges=2, bias="hqk", alibi="h", return_probs=True, dropout_p=0.3),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_calls_with_other_features_are_within_their_budget(case):
+    built = build(case)
+    check(built, api.results(built))
+
+
+def test_a_call_of_another_mask_is_not_the_last_one():
+    q, k, v = dense()
+    masks = [drawn(seed=seed) for seed in (1, 2, 1)]
+    for mask in masks:
+        got = heedful.flash_attn_func(q, k, v, block_mask=made(mask))
+        torch.testing.assert_close(got, heedful.flash_attn_func(q, k, v, bias=mask))
+
+
+def loss(q, k, v, block_mask):
+    return heedful.flash_attn_func(q, k, v, block_mask=block_mask).square().sum()
+
+
+def test_compiled_code_takes_a_mask_and_its_gradients():
+    q, k, v = leaves = [t.requires_grad_() for t in dense()]
+    block_mask = made(drawn())
+    want = torch.autograd.grad(loss(q, k, v, block_mask), leaves)
+    got = torch.autograd.grad(api.compiled(loss)(q, k, v, block_mask), leaves)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dims", [(None, None, None, 0), (0, None, 0, 0), (0, 0, 0, None)])
+def test_vmap_maps_the_mask_alone_or_with_others(dims):
+    given = [*dense(), made(drawn(), capacity=20)]
+    other = [*(t.flip(1) for t in given[:3]), made(drawn(seed=4), capacity=20)]
+    stacked = [
+        pytree.tree_map(lambda *t: torch.stack(t), a, b) if dim == 0 else a
+        for a, b, dim in zip(given, other, dims, strict=True)
+    ]
+    got = vmap(grad(loss), dims)(*stacked)
+    second = [a if dim is None else b for a, b, dim in zip(given, other, dims, strict=True)]
+    torch.testing.assert_close(got, torch.stack([grad(loss)(*given), grad(loss)(*second)]))
+
+
+def test_the_backward_by_hand_takes_a_mask():
+    q, k, v = dense()
+    block_mask = made(drawn(1, 4))
+    out, lse = heedful.flash_attn_func(q, k, v, block_mask=block_mask, return_lse=True)
+    got = heedful.attention_backward(out * 2, q, k, v, out, lse, block_mask=block_mask)
+    torch.testing.assert_close(got[:3], grad(loss, (0, 1, 2))(q, k, v, block_mask))
+
+
+def test_packed_calls_refuse_a_mask():
+    q = torch.randn(9, 2, 16)
+    bounds = torch.tensor([0, 9], dtype=torch.int32)
+    packed = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 9, "max_seqlen_k": 9}
+    with pytest.raises(ValueError, match="block_mask must be None in packed calls"):
+        heedful.attention_backward(q, q, q, q, q, q[..., 0], **packed, block_mask=made(drawn()))
+
+
+@pytest.mark.parametrize("sizes", [(0, KEYS), (ROWS, 0)])
+def test_no_queries_or_no_keys_are_taken(sizes):
+    q, k, v = dense(*sizes)
+    for capacity in (None, 3):
+        block_mask = made(torch.ones(1, 1, *sizes, dtype=torch.bool), capacity=capacity)
+        assert block_mask.to_dense().shape == (1, 1, *sizes)
+        assert (heedful.flash_attn_func(q, k, v, block_mask=block_mask) == 0).all()
+
+
+def test_a_mask_is_a_pytree_whose_lengths_are_no_leaves():
+    block_mask = made(drawn())
+    leaves, spec = pytree.tree_flatten(block_mask)
+    back = pytree.tree_unflatten(leaves, spec)
+    assert [leaf for leaf in leaves if isinstance(leaf, int)] == []
+    assert torch.equal(back.to_dense(), block_mask.to_dense())
+
+
+@pytest.mark.parametrize("device", ["H200", "MI355X"])
+def test_kernels_without_lists_say_that_they_do_not_take_a_block_mask(device):
+    problem = build(Case(block_mask=32, dtype="bfloat16", head_dim=64)).problem
+    chosen = plan(problem, by_name(device))
+    assert (chosen.backend, chosen.backward) == ("portable", "portable")
+    others = {r.backend: r.reasons for r in chosen.rejected if r.direction == "forward"}
+    assert "does not take block mask" in others["cdna" if device == "MI355X" else "hopper"]
+    for config in chosen.configs.values():
+        assert max(config.block_m, config.block_n) <= 32
+
+
+@pytest.mark.parametrize("facts", [{"bias": "k"}, {"return_probs": True, "dropout_p": 0.5}])
+def test_no_kernel_computes_all_scores_beside_a_block_mask(facts):
+    problem = build(Case(block_mask=32, dtype="bfloat16", **facts)).problem
+    with pytest.raises(ValueError, match="beside a block mask"):
+        plan(problem, by_name("H200"))
+
+
+def test_explain_takes_a_block_mask():
+    words = heedful.explain(heedful.flash_attn_func, *dense(), block_mask=made(drawn()))
+    assert "block_mask=32" in words and "sdpa forward: does not take block mask" in words
