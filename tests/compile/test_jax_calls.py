@@ -149,7 +149,9 @@ def test_masks_of_ranges_are_found_by_a_kernel_before_the_forward(monkeypatch):
         "forward",
     ]
     names = [c.name for c in calls(jax.grad(loss, (0, 1, 2)), *types, monkeypatch=monkeypatch)]
-    assert names == ["key_hulls", "forward", "query_gradients", "key_gradients"]
+    masks = ["key_hulls", "query_hulls"]
+    kernels = ["backward_prologue", "backward", "backward_epilogue"]
+    assert names == ["key_hulls", "forward", *masks, *kernels]
 
 
 def test_both_kernels_of_a_mixed_batch_write_one_result(monkeypatch):

@@ -44,7 +44,7 @@ def replayed(rank: int, count: int, strategy: str, lengths: list[int]) -> list[b
     kept: list[tuple[torch.Tensor, ...]] = []
 
     def step() -> None:
-        out = attention(*leaves, made, causal=True, deterministic=True)
+        out = attention(q, k, v, made, causal=True, deterministic=True)
         kept[:] = [(out.detach(), *torch.autograd.grad(out, leaves, dout))]
 
     replay = captured(step)
