@@ -18,7 +18,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import mangle_type
 
 from heedful.core.base.device import by_name
-from heedful.core.call.problem import AttentionProblem
+from heedful.core.call.problem import LATENT_ROWS, AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.launch.code import triton_compat as compat
 from heedful.launch.code.artifact import Parameter
@@ -89,8 +89,9 @@ def test_the_version_is_its_first_two_numbers():
 
 @pytest.mark.parametrize("dtype", TRITON_TYPES)
 def test_an_array_has_the_type_that_triton_gives_tensors_of_its_dtype(dtype):
-    # Two values of four bits are a byte.
-    tensor = torch.empty(0, dtype=getattr(torch, "uint8" if dtype == "int4" else dtype))
+    # Two values of four bits are a byte; rows of latent vectors are bytes.
+    stored = "uint8" if dtype in ("int4", LATENT_ROWS) else dtype
+    tensor = torch.empty(0, dtype=getattr(torch, stored))
     # Of one bit there is a name with and one without a sign.
     assert Pointer("x", dtype).type == mangle_type(tensor).replace("u1", "i1")
 

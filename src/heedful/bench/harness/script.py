@@ -1,4 +1,5 @@
-"""Mistakes in front of a program of measurements, `python -m heedful.bench.X`: one line."""
+"""Programs of measurements, `python -m heedful.bench.X`: a mistake in a call of one ends it with
+one line."""
 
 import sys
 from collections.abc import Callable, Sequence

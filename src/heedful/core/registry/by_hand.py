@@ -39,7 +39,7 @@ OPTIONS = {
 class Overrides(str):
     """A choice by hand, which a call takes as its `backend`. No plain string is equal to it: such a
     string chooses nothing, and the two have different keys. backend, variant: the kernels to run.
-    The planner chooses for directions without such a variant, and for all if backend is "".
+    For a direction without such a variant the planner chooses among the backend's others.
     options: some of OPTIONS, for the kernels that have them.
     """
 

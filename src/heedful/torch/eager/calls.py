@@ -161,14 +161,12 @@ class Call:
         self.forward = self.runner.forward
         if plan.backend == "sdpa":
             self.forward = partial(_dense_forward, self.runner.forward)
-        wanted = (x.block_table is not None or x.block_rows is not None) and settings.get(
-            "check_pages"
-        )
         on_cpu = plan.device.vendor == "cpu"
-        self.checks = wanted or (on_cpu and any(i is not None for i in indices(x)))
+        places = indices(x) if on_cpu else (x.block_table, x.block_rows)
+        wanted = on_cpu or settings.get("check_pages")
+        self.checks = wanted and any(place is not None for place in places)
         self.wanting = bool(wanting(x))
-        more = self.steps or self.casts or self.dropout or self.checks or self.wanting
-        self.plain = not more
+        self.plain = not (self.steps or self.casts or self.dropout or self.checks or self.wanting)
         self.results = results_of(options)
         self.run_on = self.runner.run_on if self.plain and not (on_cpu or self.wants_grad) else None
         self.backwards: Backwards | None = None

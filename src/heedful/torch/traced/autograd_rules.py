@@ -38,8 +38,8 @@ def backward_autograd(run, keyset, *args):
 
 
 def inference_autograd(op, options: Options, args: tuple):
-    """The rule of an overload of heedful::inference_v3 under transforms and tracers. options: makes
-    Options from its arguments after q, k and v.
+    """The rule of an overload of heedful::inference_v3 under transforms and tracers. options: those
+    of this call. args: all its arguments.
     """
     _refuse_tangents(args)
     if not wants_gradients(args):

@@ -16,7 +16,7 @@ from heedful.core.base import settings
 from heedful.core.base.arrays import ITEM_BYTES, ArraySpec
 from heedful.core.base.device import by_name
 from heedful.core.call.arguments import WHOLE, Options, argument_name
-from heedful.core.call.problem import ITEM_BITS, AttentionProblem
+from heedful.core.call.problem import ITEM_BITS, LATENT_ROWS, AttentionProblem
 from heedful.core.call.storage import storage
 from heedful.core.planning.plan import plan, stored_as
 from heedful.torch.eager.kinds import MOST_KINDS, Kinds
@@ -28,8 +28,9 @@ heedful: Any = typed
 def test_dtypes_are_as_wide_as_those_of_torch():
     for name, size in ITEM_BYTES.items():
         assert getattr(torch, name).itemsize == size
-    bits = {name: 8 * getattr(torch, name).itemsize for name in ITEM_BITS if name != "int4"}
-    assert bits | {"int4": 4} == ITEM_BITS
+    stored = {"int4": 4, LATENT_ROWS: 8}
+    bits = {name: 8 * getattr(torch, name).itemsize for name in ITEM_BITS if name not in stored}
+    assert bits | stored == ITEM_BITS
     for name in ("int32", "int64", "float32"):
         assert ArraySpec.contiguous((3,), name).nbytes == 3 * getattr(torch, name).itemsize
 

@@ -206,7 +206,9 @@ def key_tile(params, index):
 @gluon.jit
 def m_block_range(params, tile):
     """The query tiles that see any of a tile's keys, and those whose queries all see all of them.
-    Rows past the last query do not count: their log-sum-exp makes their probabilities 0."""
+    A tile of which only rows past the last query see keys may be among the former; `turn_of` counts
+    it, too. Among the latter such rows do not count: their log-sum-exp makes their probabilities
+    0."""
     if params.mask.RANGES:
         return m_blocks_of_ranges(params, tile)
     else:

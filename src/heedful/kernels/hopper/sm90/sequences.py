@@ -225,9 +225,9 @@ def load_pages(pipeline, desc, params, tile, rows_each, col, state):
 
 @gluon.jit
 def load_from_pages(pipeline, desc, params, tile, rows_each, col, pages, state):
-    """As `load_pages`, with known page numbers. It loads boxes of as many rows as the map has, each
-    64 columns wide. Rows past the keys in use are past the end of the map, which fills them with
-    zeros."""
+    """As `load_pages`, with known page numbers. It loads boxes of the map's shape: rows that divide
+    a page, and as many columns as the swizzle has bytes for. Rows past the keys in use are past
+    the end of the map, which fills them with zeros."""
     ROWS: gl.constexpr = desc.block_type.shape[3]
     WIDTH: gl.constexpr = desc.block_type.shape[4]
     DOWN: gl.constexpr = pipeline.rows // ROWS
