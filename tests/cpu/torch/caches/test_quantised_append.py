@@ -1,5 +1,6 @@
 """New tokens that come as values into a quantised cache are stored as a caller would store them."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -157,3 +158,26 @@ def test_autocast_casts_new_tokens_as_it_casts_queries():
     half = {name: tensor.bfloat16() for name, tensor in new.items()}
     assert torch.equal(out, flash_attn_with_kvcache(**half, **want, cache_seqlens=START))
     assert equal(got["k_cache"], want["k_cache"])
+
+
+@pytest.mark.parametrize("storage", [torch.float8_e4m3fn, torch.int8])
+def test_a_latent_vector_is_stored_once_and_values_are_its_first_columns(storage):
+    largest = 448 if storage is torch.float8_e4m3fn else 127
+    latents, new = drawn(2, 64, 1, 576, seed=0), drawn(2, 1, 1, 576, seed=1).bfloat16()
+    scale = latents.abs().amax() / largest
+    before = stored_as(latents / scale, storage)
+    scales, lengths = scale.expand(2, 1), torch.tensor([30, 7], dtype=torch.int32)
+    q = drawn(2, 1, 4, 576, seed=2).bfloat16()
+    attend = partial(flash_attn_with_kvcache, q, causal=True, k_descale=scales, v_descale=scales)
+    cache = before.clone()
+    values, new_values = cache[..., :512], new[..., :512]
+    out = attend(cache, values, k=new, v=new_values, cache_seqlens=lengths)
+    wanted = before.clone()
+    for sequence, length in enumerate(lengths.tolist()):
+        wanted[sequence, length] = stored_as((new[sequence, 0].float() / scale), storage)
+    assert torch.equal(cache.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(out, attend(wanted, wanted[..., :512], cache_seqlens=lengths + 1))
+
+
+def stored_as(numbers: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
+    return (numbers if storage.is_floating_point else numbers.round().clamp(-127, 127)).to(storage)
