@@ -165,7 +165,6 @@ def _fewest(known: tuple, results: int) -> int:
     times = [time + cost * results for time, cost in zip(times, each, strict=True)]
     worth = min(times) / WORTH
     return next(n for n, time in zip(counts, times, strict=True) if time <= worth)
-    raise AssertionError("the best is worth it")
 
 
 @lru_cache(4096)
