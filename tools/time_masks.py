@@ -42,6 +42,15 @@ def ranged(x: list[torch.Tensor], ranges: torch.Tensor, causal: bool) -> Call:
     return attention(x, causal=causal, key_ranges=ranges)
 
 
+def within_documents(ids):
+    """FlexAttention's function of a causal mask within documents. ids: (seqlen,)."""
+
+    def shows(b, h, i, j):
+        return (ids[i] == ids[j]) & (i >= j)
+
+    return shows
+
+
 def flexed(x: list[torch.Tensor], shows: Any) -> Call:
     """FlexAttention of the same tensors, its mask made beforehand."""
     q, k, v = (t.transpose(1, 2) for t in x[:3])
@@ -70,8 +79,7 @@ def problems(heads: int, dim: int, wants_flex: bool) -> Iterator[tuple[str, dict
         "key_ranges": (x, ranged(x, masks.documents(ids[None]), True), pairs),
     }
     if wants_flex:
-        shows = lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)  # noqa: E731
-        calls["flex"] = (x, flexed(x, shows), pairs)
+        calls["flex"] = (x, flexed(x, within_documents(ids)), pairs)
     yield f"1 x {n}, {len(lens)} documents to {longest}, causal", calls
 
     n = 16384
@@ -187,8 +195,7 @@ def new_masks(heads: int) -> None:
             if name in event.name:
                 kinds[name] += event.device_time_total / 5
     made = device_time(lambda: masks.documents(ids))
-    row = ids[0]
-    shows = lambda b, h, i, j: (row[i] == row[j]) & (i >= j)  # noqa: E731
+    shows = within_documents(ids[0])
     create = torch.compile(flex.create_block_mask)
     made_flex = device_time(lambda: create(shows, None, None, n, n, device="cuda"))
     print(f"\nnew mask, us: documents {made:.1f}", *(f"{k} {v:.1f}" for k, v in kinds.items()))

@@ -60,11 +60,13 @@ def feature_words(row: Variant) -> str:
     beyond = {name: words for name, words in FEATURES.items() if name not in _SPOKEN_OF}
     has = [words for name, words in beyond.items() if name in row.features]
     lacks = [words for name, words in beyond.items() if name not in row.features]
+    unrun = [words for name, words in beyond.items() if name in row.unrun]
+    more = f"; compile-only so far with {', '.join(unrun)}" if unrun else ""
     if not lacks:
-        return "every feature"
+        return "every feature" + more
     if len(has) <= len(lacks):
-        return f"only {', '.join(has)}" if has else "plain attention only"
-    return f"all but {', '.join(lacks)}"
+        return (f"only {', '.join(has)}" if has else "plain attention only") + more
+    return f"all but {', '.join(lacks)}{more}"
 
 
 # A row's dtypes and direction say these already.

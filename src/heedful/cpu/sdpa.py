@@ -27,7 +27,8 @@ VECTORS = 64
 WORTH_THREADS = 512 * 1024
 
 Results = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-# Torch's own: whoever replaces `F.scaled_dot_product_attention` may call us.
+# Torch's own: whoever replaces `F.scaled_dot_product_attention` may call us. Torch's stubs have
+# neither name.
 _attention: Any = getattr(torch._C, "_nn").scaled_dot_product_attention  # noqa: B009
 # The function of torch's bindings: the operator takes a quarter longer on a short sequence.
 _flash: Any = getattr(torch, "_scaled_dot_product_flash_attention_for_cpu")  # noqa: B009

@@ -65,9 +65,10 @@ class Variant:
     """One kernel of a backend for one direction, and the problems that it takes. name: within its
     backend; "" if it is the only one. alias: its name when it was a backend, which still chooses
     it. levels: architecture -> support level; "nvidia:*" stands for NVIDIA parts not listed.
-    features: what it takes beyond plain dense attention. kv_dtypes: of keys and values beside the
-    dtype of the queries, and without that dtype if `converts`. max_dim, dim_multiple: the largest
-    head dim of Q and K (V's is at most MAX_HEAD_DIM_V), and what head dims are multiples of.
+    features: what it takes beyond plain dense attention. unrun: those of them with which it has not
+    run on hardware, where it has without them. kv_dtypes: of keys and values beside the dtype of
+    the queries, and without that dtype if `converts`. max_dim, dim_multiple: the largest head dim
+    of Q and K (V's is at most MAX_HEAD_DIM_V), and what head dims are multiples of.
     by_default: whether the planner may choose it where no backend is named. short_queries: the most
     queries of a sequence that a decode kernel handles, where the Hopper forward handles longer
     ones. gathers_pages: it takes keys in pages as dense copies, see torch/eager/pages.py. appends:
@@ -103,6 +104,7 @@ class Variant:
     module: str = ""
     framework: str = ""
     alias: str = ""
+    unrun: frozenset[str] = frozenset()
 
     @property
     def label(self) -> str:
@@ -114,9 +116,13 @@ class Variant:
         """The name of its kernels in packs."""
         return self.alias or self.backend
 
-    def level(self, device: DeviceSpec) -> str | None:
-        """The support level on this device, None where the kernel does not exist for it."""
-        return self.levels.get(device.arch) or self.levels.get(f"{device.vendor}:*")
+    def level(self, device: DeviceSpec, problem: AttentionProblem | None = None) -> str | None:
+        """The support level on this device, of this problem or without any of `unrun`. None where
+        the kernel does not exist for the device."""
+        level = self.levels.get(device.arch) or self.levels.get(f"{device.vendor}:*")
+        if level == "run" and problem and self.unrun and self.unrun & problem.features():
+            return "compile-only"
+        return level
 
     def why_not(
         self, problem: AttentionProblem, device: DeviceSpec, toolchain: Toolchain | None = None
@@ -312,6 +318,7 @@ def _hopper_backward(name: str, features: set[str], max_dim: int, *more: Gate) -
         direction="backward",
         max_dim=max_dim,
         gates=(*_TMA_GATES, gates.aligned_draws, gates.near_softcap, *more),
+        unrun=frozenset() if name == "backward" else frozenset({"key_ranges"}),
     )
 
 
@@ -453,6 +460,7 @@ VARIANTS: tuple[Variant, ...] = (
         ),
         configs=("portable.forward", "portable.scores"),
         program="heedful.launch.bind.portable",
+        unrun=frozenset({"block_mask"}),
     ),
     _hopper_backward("backward", {*_HELD, "deterministic"}, 128, gates.equal_head_dims),
     # Consumers add to dQ themselves, and take no turns.
@@ -471,6 +479,7 @@ VARIANTS: tuple[Variant, ...] = (
         gates=(gates.wide_float32, gates.blocks_without_scores),
         configs=("portable.backward_keys", "portable.backward_queries", "portable.scores"),
         program="heedful.launch.bind.portable",
+        unrun=frozenset({"block_mask"}),
     ),
     Variant(
         "sdpa",

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from heedful.core.call.describe import check_rank
 from heedful.masks.block_mask import BlockMask
 from heedful.masks.of_masks import is_of_torch
 from heedful.torch.api.attention import flash_attn_func
@@ -55,10 +56,7 @@ def flex_attention(
         )
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{name} must be (batch, heads, seqlen, head_dim), got shape {tuple(tensor.shape)}"
-            )
+        check_rank(name, tensor.shape, "(batch, heads, seqlen, head_dim)")
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(
             f"enable_gqa must be True where key has other heads than query's {query.shape[1]}, got"

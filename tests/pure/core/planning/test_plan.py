@@ -28,6 +28,19 @@ def test_every_known_device_has_a_kernel_for_a_plain_training_call(name):
     assert chosen.level in capability.LEVELS and chosen.backward_level in capability.LEVELS
 
 
+def test_what_has_not_run_with_a_feature_says_so_and_keeps_its_level_without():
+    h200 = by_name("H200")
+    plain = dense(1, 1024, 1024, 8, needs_grad=True)
+    masked = plan(replace(plain, block_mask=128), h200)
+    assert (masked.backend, masked.backward) == ("portable", "portable")
+    assert (masked.level, masked.backward_level) == ("compile-only", "compile-only")
+    assert "[compile-only]" in explain(masked)
+    without = plan(plain, h200, backend="portable")
+    assert (without.level, without.backward_level) == ("run", "run")
+    for row in VARIANTS:
+        assert row.unrun <= row.features, row.label
+
+
 def test_a_named_backend_that_cannot_raises_with_every_reason():
     problem = dense(1, 64, 32, 8, 2, causal=True, softcap=5.0, alibi=True)
     with pytest.raises(ValueError) as error:
