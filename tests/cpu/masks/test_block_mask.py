@@ -7,13 +7,13 @@ from torch.func import grad, vmap
 from torch.utils import _pytree as pytree
 
 import heedful.torch as heedful
-from heedful import BlockMask
+from heedful import BlockMask, configure
 from heedful.core.base.device import by_name
 from heedful.core.planning.plan import plan
 from heedful.masks import of_masks
 from support.problems.budget import check
 from support.problems.cases import Case, build
-from support.runs import api
+from support.runs import api, standin
 
 SIDE, ROWS, KEYS = 32, 70, 100
 
@@ -120,6 +120,22 @@ def test_a_call_raises_for_lists_that_were_changed(place, value, words):
     block_mask.rows[0, 0, 1, place] = value
     with pytest.raises(ValueError, match=f"block_mask must list .*{words}.* row 1 of"):
         heedful.flash_attn_func(q, k, v, block_mask=block_mask)
+
+
+def test_a_known_call_on_a_gpu_checks_lists_once_the_setting_asks_for_it(monkeypatch):
+    monkeypatch.delenv("HEEDFUL_CHECK_PAGES", raising=False)
+    block_mask = made(drawn())
+    block_mask.keys[1, 0, 2, 0] = 99
+    with standin.gpu("H200") as gpu:
+        heedful.flash_attn_func(*dense(), block_mask=block_mask)
+        configure(check_pages=1)
+        try:
+            launches = len(gpu.launches)
+            with pytest.raises(ValueError, match="in row 2 of batch entry 1, head 0"):
+                heedful.flash_attn_func(*dense(), block_mask=block_mask)
+            assert len(gpu.launches) == launches
+        finally:
+            configure(check_pages=None)
 
 
 def wrong(name: str, change) -> BlockMask:

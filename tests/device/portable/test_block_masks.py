@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import flex_attention as torchs
 
 import heedful.torch as heedful
-from heedful import BlockMask
+from heedful import BlockMask, configure
 from support.problems.budget import check, run
 from support.problems.cases import Case, build, variants
 from support.runs import api
@@ -83,13 +83,18 @@ def test_hostile_lists_read_within_memory():
 
 
 def test_lists_are_checked_where_a_setting_asks_for_it(monkeypatch):
+    monkeypatch.delenv("HEEDFUL_CHECK_PAGES", raising=False)
     q = torch.randn(1, 256, 2, 64, device="cuda", dtype=torch.bfloat16)
     mask = BlockMask.of(drawn(0, 256))
     mask.rows[0, 1, 1, 0] = 99
     heedful.flash_attn_func(q, q, q, block_mask=mask)
-    monkeypatch.setenv("HEEDFUL_CHECK_PAGES", "1")
-    with pytest.raises(ValueError, match="in row 1 of batch entry 0, head 1"):
-        heedful.flash_attn_func(q, q, q, block_mask=mask)
+    # A variable that is changed by other means is not read again by calls of a known kind.
+    configure(check_pages=1)
+    try:
+        with pytest.raises(ValueError, match="in row 1 of batch entry 0, head 1"):
+            heedful.flash_attn_func(q, q, q, block_mask=mask)
+    finally:
+        configure(check_pages=None)
 
 
 def test_masks_of_flex_attention_agree_with_it():

@@ -2,8 +2,9 @@
 its rows see.
 
 Numbers of a list are bounded here, so that no list makes a kernel read outside of memory: counts by
-its width, tiles by the sequence, indices by the pool. A kernel visits a tile in steps of its own
-block size, which divides the tile's side.
+its width, tiles by the sequence, indices by the pool. Lists are of the longest sequence: tiles past
+the end of a shorter one become the first that does not exist, of which nothing is visible. A kernel
+visits a tile in steps of its own block size, which divides the tile's side.
 """
 
 import triton
@@ -30,14 +31,12 @@ def listed(base, blocks: BlockLists):
 @triton.jit
 def step_of(base, step, length, blocks: BlockLists, BLOCK: tl.constexpr, IS_MASKED: tl.constexpr):
     """(first position, index of bits) of a step of BLOCK positions of a list. length: positions of
-    the sequence. IS_MASKED: the last tile may have fewer than its side."""
+    the sequence, whose last tile has fewer than its side only if IS_MASKED. Positions past them may
+    then be given: they are hidden."""
     STEPS: tl.constexpr = blocks.SIDE // BLOCK
     entry = base + 2 + step // STEPS * 2
-    if IS_MASKED:
-        tiles = tl.cdiv(length, blocks.SIDE)
-    else:
-        tiles = length // blocks.SIDE
-    tile = tl.maximum(tl.minimum(tl.load(entry), tiles - 1), 0)
+    last = tl.cdiv(length, blocks.SIDE) if IS_MASKED else length // blocks.SIDE - 1
+    tile = tl.maximum(tl.minimum(tl.load(entry), last), 0)
     bits = tl.minimum(tl.load(entry + 1), blocks.pool - 1)
     return tile * blocks.SIDE + step % STEPS * BLOCK, bits
 

@@ -52,7 +52,8 @@ def listed_tiles(row, place, blocks: BlockLists, tile: Tile):
     are. Those seen whole need no mask where neither positions nor the last keys are hidden."""
     STEPS: tl.constexpr = blocks.SIDE // tile.BLOCK_N
     whole, part = listed(list_of(place.b, place.h, row, blocks), blocks)
-    end = tl.where(row < place.seq.len_q, (whole + part) * STEPS, 0)
+    is_any = (row < place.seq.len_q) & (place.seq.len_k > 0)
+    end = tl.where(is_any, (whole + part) * STEPS, 0)
     full_end = 0
     if blocks.IS_PLAIN:
         full_end = tl.where(place.seq.len_k % blocks.SIDE == 0, tl.minimum(whole * STEPS, end), 0)

@@ -78,6 +78,8 @@ BOTH_WAYS = (
     small(block_mask=32, seqlen_q=64, seqlen_k=64, heads_q=1, heads_k=1),
     small(block_mask=64, causal=True, heads_q=1, heads_k=1, dropout_p=0.3),
     small(block_mask=32, window=(20, 3, 4), key_ranges=1, tree_mask=True, used="qk", sink=True),
+    # Lists have tiles past the lengths in use, of sequences that end before the longest.
+    small(block_mask=32, used="qk", leftpad_k=True, batch=3, seqlen_q=70, seqlen_k=100, heads_k=1),
     small(head_dim=20, head_dim_v=48),
     small(head_dim=3),
     # A lone key: the backward must find the very score that the forward found.

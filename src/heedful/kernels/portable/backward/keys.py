@@ -52,7 +52,7 @@ def listing_tiles(col0, place, params, IS_GQA: tl.constexpr):
         rows_of = list_of(place.b, place.g * group + r, col0, params.mask.blocks)
         whole, part = listed(rows_of, params.mask.blocks)
         longest = tl.maximum(longest, whole + part)
-    longest = tl.where(col0 < place.seq.len_k, longest, 0)
+    longest = tl.where((col0 < place.seq.len_k) & (place.seq.len_q > 0), longest, 0)
     end = longest * (params.mask.blocks.SIDE // params.tile.BLOCK_M)
     return TileRange(0, 0, 0, 0, 0, end)
 
