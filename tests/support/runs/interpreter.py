@@ -18,6 +18,8 @@ from heedful.launch.spec import KernelCall, Pointer, Program, Scalar, TensorMap,
 
 # The interpreter keeps a launch's place in its grid for the whole process.
 _one_launch = new_lock()
+# Addresses that launches have prefetched, since somebody emptied it.
+prefetched: list[int] = []
 
 
 def interpret(program: Program, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,10 +72,11 @@ def run_call(call: KernelCall, arrays: Mapping[str, Any]) -> None:
 @contextmanager
 def _patched_once() -> Iterator[None]:
     """Within it, the language is patched once, conditions of assertions that are off are not
-    computed, and waits (for the kernel ahead, or in assembly for stores) do nothing. Triton's
-    interpreter patches the language for every call of a function within a kernel, which takes half
-    of the time. It computes the condition that no sum of integers overflows even without debug,
-    which takes a third of the rest; compiled kernels leave that out, too."""
+    computed, and waits (for the kernel ahead, or in assembly for stores) do nothing; what is
+    prefetched is noted. Triton's interpreter patches the language for every call of a function
+    within a kernel, which takes half of the time. It computes the condition that no sum of integers
+    overflows even without debug, which takes a third of the rest; compiled kernels leave that out,
+    too."""
     from triton.language import dtype
     from triton.language.extra import cuda
     from triton.runtime import interpreter
@@ -96,8 +99,12 @@ def _patched_once() -> Iterator[None]:
         return of_scalar(kind) if type(kind) is dtype else numpy_dtype(kind)
 
     def wait(asm: str, _constraints: str, values: list, *_rest: Any) -> Any:
-        """Assembly that waits returns what it is given; no other can be interpreted."""
-        if not asm.startswith("s_waitcnt"):
+        """Assembly that waits returns what it is given, and what is prefetched is noted; no other
+        can be interpreted."""
+        if "prefetch.global" in asm:
+            places, asked = (value.data for value in values)
+            prefetched.extend(places[asked != 0].tolist())
+        elif not asm.startswith("s_waitcnt"):
             raise NotImplementedError(f"the interpreter knows no assembly: {asm}")
         return SimpleNamespace(get_result=values.__getitem__)
 
