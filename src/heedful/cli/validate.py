@@ -157,13 +157,13 @@ def _write_report(path: Path, where, verdicts, outcomes, complaints, recorded: s
     from dataclasses import asdict
 
     from heedful.bench.harness.run import records, surroundings
-    from heedful.launch.validations import sources
+    from heedful.launch.code.identity import all_kernels_digest
     from heedful.torch.base.device import device_spec
 
     facts = {
         **surroundings(where),
         "spec": asdict(device_spec(where)),
-        "sources": sources(),
+        "sources": all_kernels_digest(),
         "passed": not complaints,
         "wrong": complaints,
         "record": recorded,

@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 
 import heedful
-import heedful.kernels
 from heedful.core.base import settings
 from heedful.core.base.device import DeviceSpec
 from heedful.core.base.parsed import parsed
@@ -22,23 +21,12 @@ from heedful.launch.code.folder import Folder
 log = logging.getLogger("heedful.validation")
 
 
-def sources() -> str:
-    """SHA-256 over the sources of all kernels."""
-    folders = sorted(p.name for p in Path(heedful.kernels.__file__).parent.iterdir() if p.is_dir())
-    digests = [
-        identity.source_digest(f"heedful.kernels.{name}")
-        for name in folders
-        if not name.startswith("_")
-    ]
-    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
-
-
 def _key(device: DeviceSpec) -> dict[str, str]:
     return {
         "device": device.name,
         "arch": device.arch,
         "heedful": heedful.__version__,
-        "sources": sources(),
+        "sources": identity.all_kernels_digest(),
         "compiler": identity.toolchain(),
     }
 

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import os
+import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -26,16 +27,50 @@ _PLACES += ("TRITON_DUMP_DIR", "TRITON_LIBCUDA_", "TRITON_LIBHIP_", "TRITON_INTE
 _PLACES += ("TRITON_DEFAULT_BACKEND", "TRITON_CUDACRT_", "TRITON_CUDART_", "TRITON_PROTON_")
 
 
+# An import of a kernel's source: the module, and the names, which may be modules of a package.
+# Kernels import heedful's modules in this form alone, and no others than kernels.
+_IMPORT = re.compile(rb"^from heedful\.kernels([\w.]*) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
+
+
 @cache
 def source_digest(module: str) -> str:
-    """SHA-256 over the sources that a kernel module may use: all of heedful's kernels, since
-    families share code, or a module's file if it is elsewhere."""
+    """SHA-256 over the sources that a kernel module may use: its file and those that it imports of
+    heedful's kernels, directly or not; or a module's file if it is elsewhere."""
     if module.startswith("heedful.kernels."):
-        return files_digest(sorted(_KERNELS.rglob("*.py")))
+        return files_digest(reached(_KERNELS.joinpath(*module.split(".")[2:])))
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise ImportError(f"no module {module}")
     return files_digest([Path(spec.origin)])
+
+
+@cache
+def all_kernels_digest() -> str:
+    """SHA-256 over the sources of all kernels."""
+    return files_digest(sorted(_KERNELS.rglob("*.py")))
+
+
+def reached(module: Path) -> list[Path]:
+    """The files of a kernel module and of all that it imports, by name. module: without ".py"."""
+    files: set[Path] = set()
+    rest = {module.with_suffix(".py")}
+    while rest:
+        files |= rest
+        rest = {path for file in rest for path in _imported(file)} - files
+    return sorted(files)
+
+
+@cache
+def _imported(file: Path) -> frozenset[Path]:
+    """The files of the kernels' modules that a file imports."""
+    imported: set[Path] = set()
+    for package, names in _IMPORT.findall(file.read_bytes()):
+        module = _KERNELS.joinpath(*package.decode().split(".")[1:])
+        modules = [module]
+        if module.is_dir():
+            modules = [module / name for name in re.findall(r"\w+", names.decode())]
+        imported |= {path.with_suffix(".py") for path in modules}
+    return frozenset([path for path in imported if path.exists()])
 
 
 @cache
