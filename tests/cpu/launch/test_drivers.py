@@ -3,12 +3,14 @@
 import ctypes
 import importlib.util
 import struct
+import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from heedful.core.base import installed
 from heedful.launch import driver
 from heedful.launch.code.artifact import Artifact, Parameter, map_words
 from heedful.launch.driver import cuda, hip
@@ -48,6 +50,7 @@ class Library:
         self.calls: list[tuple] = []
         self.codes = codes
         self.launched: list[dict] = []
+        self.version = 13000
 
     def __getattr__(self, name: str):
         if not name.startswith(("cu", "hip")):
@@ -77,6 +80,8 @@ class Library:
             name_buffer, length, handle = arguments
             assert (length.value, handle.value) == (len(name_buffer), HANDLE)
             name_buffer.value = b"NVIDIA RTX A6000"
+        if name == "cuDriverGetVersion":
+            deref(arguments[0]).value = self.version
         if name == "cuGetErrorString":
             deref(arguments[1]).value = b"bad luck"
         if name == "cuLaunchKernelEx":
@@ -224,8 +229,8 @@ def test_a_function_is_loaded_on_its_device_and_asks_for_shared_memory_beyond_48
 ):
     function = cuda.load(replace(ARTIFACT, shared_bytes=shared), 3)
     assert function.value == FUNCTION
-    names = ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuModuleLoadData"]
-    names += ["cuModuleGetFunction"] + ["cuFuncSetAttribute"] * asks
+    names = ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuDriverGetVersion"]
+    names += ["cuModuleLoadData", "cuModuleGetFunction"] + ["cuFuncSetAttribute"] * asks
     assert library.names() == names
     said = {name: arguments for name, *arguments in library.calls}
     assert said["cuCtxSetCurrent"][0].value == CONTEXT + HANDLE + 3
@@ -258,6 +263,51 @@ def test_a_failed_launch_raises_the_drivers_words(library, codes):
 def test_a_failure_to_load_raises(library, name):
     library.codes[name] = [2]
     with pytest.raises(RuntimeError, match="CUDA error 2: bad luck"):
+        cuda.load(ARTIFACT, 0)
+
+
+def cubin(abi: int) -> bytes:
+    """The start of machine code as ptxas writes it, with this version of the ABI."""
+    return b"\x7fELF\x02\x01\x01" + bytes([0x41, abi]) + bytes(7)
+
+
+@pytest.mark.parametrize(
+    "abi, version, loads",
+    [(7, 12000, True), (7, 13010, True), (8, 12090, False), (8, 13000, True), (9, 12000, True)],
+)
+def test_an_old_driver_is_given_no_code_of_a_newer_cuda(library, abi, version, loads):
+    library.version = version
+    made = replace(ARTIFACT, code=cubin(abi), toolchain="triton 3.9.0 ptxas 13.4")
+    if loads:
+        assert cuda.load(made, 0).value == FUNCTION
+        return
+    words = (
+        "some_kernel, made by triton 3.9.0 ptxas 13.4, needs a driver of CUDA 13, this machine's"
+    )
+    with pytest.raises(RuntimeError, match=f"{words} serves CUDA 12.9: update the driver"):
+        cuda.load(made, 0)
+    assert "cuModuleLoadData" not in library.names()
+
+
+@pytest.mark.parametrize("name", ["ptxas", "ptxas-blackwell"])
+def test_machine_code_says_which_cuda_its_assembler_is_of(name, tmp_path):
+    compiler = installed.compiler()
+    ptxas = compiler and compiler.assemblers.get(name)
+    if ptxas is None:
+        pytest.skip(f"no Triton with {name} here")
+    told = subprocess.run([ptxas, "--version"], capture_output=True, text=True, check=True).stdout
+    source, made = tmp_path / "k.ptx", tmp_path / "k.cubin"
+    source.write_text(
+        ".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry k() { ret; }"
+    )
+    subprocess.run([ptxas, "-arch=sm_90a", source, "-o", made], check=True)
+    assert f"release {cuda.cuda_of(made.read_bytes())}." in told
+
+
+def test_a_kernel_that_does_not_load_is_named_with_the_driver(library):
+    library.codes["cuModuleLoadData"] = [209]
+    words = "some_kernel, made by an unknown assembler, did not load on a driver of CUDA 13.0: CUDA"
+    with pytest.raises(RuntimeError, match=f"{words} error 209: bad luck"):
         cuda.load(ARTIFACT, 0)
 
 

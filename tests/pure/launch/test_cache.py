@@ -217,12 +217,12 @@ def test_without_a_folder_kernels_are_made_and_that_is_said_once(folder, caplog)
 
 
 _FULL = """
-import logging, resource, sys
+import logging, os, resource, sys
 from pathlib import Path
 from heedful.launch.code.artifact import Artifact
 from heedful.launch.code.cache import DiskCache
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
-made = Artifact(b"code" * 10000, "", "k", "cuda:90", 4, 32, 0, 1, (), 0)
+made = Artifact(os.urandom(40000), "", "k", "cuda:90", 4, 32, 0, 1, (), 0)
 cache = DiskCache(Path(sys.argv[1]), 1 << 30, False)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 for key in "abc":
@@ -443,7 +443,7 @@ def test_what_other_versions_have_to_tell_apart_is_named(tmp_path, no_packs):
     packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable": "3.9.0"})
     assert sorted(os.listdir(tmp_path / "pack")) == ["key.kernel", "manifest.json"]
     assert json.loads((tmp_path / "pack" / "manifest.json").read_text())["format"] == 3
-    assert (tmp_path / "pack" / "key.kernel").read_bytes().startswith(b"heedful-kernel-2 ")
+    assert (tmp_path / "pack" / "key.kernel").read_bytes().startswith(b"heedful-kernel-3 ")
 
 
 def test_a_manifest_says_what_each_kernel_is(tmp_path, no_packs):

@@ -1,8 +1,8 @@
 """Artifacts as files: the format that the disk cache and packs share.
 
 One file an artifact: a line of magic, a line of JSON (with the SHA-256 of every blob after it,
-itself digested in the first line), then the blobs. Nothing is ever unpickled or executed on
-reading; what does not match its digest is not loaded.
+itself digested in the first line), then the blobs, which are compressed. Nothing is ever unpickled
+or executed on reading; what does not match its digest is not loaded.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from dataclasses import asdict
 from heedful.core.base.parsed import parsed
 from heedful.launch.code.artifact import Artifact, Parameter
 
-MAGIC = "heedful-kernel-2"
+MAGIC = "heedful-kernel-3"
 SUFFIX = ".kernel"
 
 
@@ -24,7 +24,8 @@ class CorruptArtifact(ValueError):
 def dump(key: str, artifact: Artifact) -> bytes:
     """The file of an artifact, with its key."""
     facts = asdict(artifact)
-    blobs = {"code": facts.pop("code"), "text": zlib.compress(facts.pop("text").encode())}
+    blobs = {"code": facts.pop("code"), "text": facts.pop("text").encode()}
+    blobs = {name: zlib.compress(blob) for name, blob in blobs.items()}
     facts["blobs"] = [[n, len(b), hashlib.sha256(b).hexdigest()] for n, b in blobs.items()]
     header = json.dumps({"key": key, **facts}).encode()
     first = f"{MAGIC} {hashlib.sha256(header).hexdigest()}\n".encode()
@@ -45,10 +46,10 @@ def parse(key: str, data: bytes) -> Artifact:
             blob = rest[offset : offset + size]
             if len(blob) != size or hashlib.sha256(blob).hexdigest() != expected:
                 raise ValueError(name)
-            blobs[name], offset = blob, offset + size
+            blobs[name], offset = zlib.decompress(blob), offset + size
         if offset != len(rest):
             raise ValueError("length")
         facts["parameters"] = tuple(Parameter(**p) for p in facts["parameters"])
-        return Artifact(code=blobs["code"], text=zlib.decompress(blobs["text"]).decode(), **facts)
+        return Artifact(code=blobs["code"], text=blobs["text"].decode(), **facts)
     except (ValueError, TypeError, KeyError, AttributeError, zlib.error) as error:
         raise CorruptArtifact(str(error)) from error

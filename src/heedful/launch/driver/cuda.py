@@ -43,6 +43,9 @@ class Config(ctypes.Structure):
     ]
 
 
+# Where an ELF header has the version of the ABI, and the CUDA that it came with.
+_ABI_VERSION, _CUDA_OF_ABI = 8, {7: 12, 8: 13}
+
 _forked = False
 
 
@@ -59,12 +62,17 @@ def _library() -> ctypes.PyDLL:
     return library
 
 
+def told(code: int) -> str:
+    """The driver's words for an error."""
+    text = c_char_p()
+    _library().cuGetErrorString(code, byref(text))
+    return f"CUDA error {code}: {(text.value or b'unknown').decode()}"
+
+
 def check(code: int) -> None:
     """Raises RuntimeError with the driver's words."""
     if code:
-        text = c_char_p()
-        _library().cuGetErrorString(code, byref(text))
-        raise RuntimeError(f"CUDA error {code}: {(text.value or b'unknown').decode()}")
+        raise RuntimeError(told(code))
 
 
 def enter(device: int) -> None:
@@ -94,11 +102,38 @@ def figures(device: int) -> dict:
     return {"name": name.value.decode(), "arch": arch, **live}
 
 
+def cuda_of(code: bytes) -> int | None:
+    """The first version of CUDA whose drivers load this machine code, None if it does not say. An
+    assembler of CUDA 12 writes version 7 of the ABI into the ELF header, one of CUDA 13 version
+    8."""
+    return _CUDA_OF_ABI.get(code[_ABI_VERSION]) if len(code) > _ABI_VERSION else None
+
+
+def version() -> tuple[int, int]:
+    """The newest CUDA that the driver serves: (major, minor)."""
+    number = c_int()
+    check(_library().cuDriverGetVersion(byref(number)))
+    return number.value // 1000, number.value % 1000 // 10
+
+
 def load(artifact: Artifact, device: int) -> c_void_p:
-    """The function handle of an artifact in the context of a device."""
+    """The function handle of an artifact in the context of a device. Raises RuntimeError that names
+    the kernel, what made it, and the driver, if it cannot be loaded."""
     enter(device)
     library, module, function = _library(), c_void_p(), c_void_p()
-    check(library.cuModuleLoadData(byref(module), artifact.code))
+    words = f"{artifact.symbol}, made by {artifact.toolchain or 'an unknown assembler'}"
+    needed, (major, minor) = cuda_of(artifact.code), version()
+    if needed is not None and major < needed:
+        raise RuntimeError(
+            f"{words}, needs a driver of CUDA {needed}, this machine's serves CUDA {major}.{minor}:"
+            " update the driver, or let kernels be assembled by an older ptxas (TRITON_PTXAS_PATH,"
+            " which Triton 3.9 calls TRITON_PTXAS_BLACKWELL_PATH for sm_90 too)"
+        )
+    code = library.cuModuleLoadData(byref(module), artifact.code)
+    if code:
+        raise RuntimeError(
+            f"{words}, did not load on a driver of CUDA {major}.{minor}: {told(code)}"
+        )
     check(library.cuModuleGetFunction(byref(function), module, artifact.symbol.encode()))
     if artifact.shared_bytes > STATIC_SHARED_LIMIT:
         check(library.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, artifact.shared_bytes))
