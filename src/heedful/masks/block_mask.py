@@ -171,23 +171,29 @@ class BlockMask:
                 f" {self.bits.shape[0]} of this mask"
             )
 
-    def operands(self, q: Any, k: Any) -> dict[str, Any]:
-        """The arrays of a call of q and k by Operands' names. ValueError for one of other
-        lengths."""
-        seqlen_q, seqlen_k = (x.shape[1] if len(x.shape) > 1 else 0 for x in (q, k))
+    def operands(self, seqlen_q: int, seqlen_k: int, words: str) -> dict[str, Any]:
+        """The arrays by Operands' names, of a call in which a sequence has at most so many queries
+        and keys. ValueError for one of other lengths. words: say where these come from."""
         if (self.seqlen_q, self.seqlen_k) != (seqlen_q, seqlen_k):
             raise ValueError(
-                f"block_mask must be of {seqlen_q} queries and {seqlen_k} keys, as q and k have,"
+                f"block_mask must be of {seqlen_q} queries and {seqlen_k} keys, as {words},"
                 f" got one of {self.seqlen_q} and {self.seqlen_k}"
             )
         return {"block_rows": self.rows, "block_keys": self.keys, "block_bits": self.bits}
 
 
 def block_operands(
-    block_mask: Any, q: Any, k: Any, is_plain: Callable[[Any], bool] = lambda array: True
+    block_mask: Any,
+    q: Any,
+    k: Any,
+    is_plain: Callable[[Any], bool] = lambda array: True,
+    *,
+    longest: tuple[Any, Any] | None = None,
+    block_table: Any = None,
 ) -> dict[str, Any]:
     """The arrays of a block mask by Operands' names, none for None. is_plain: whether the value of
-    an array may be read. Raises TypeError or ValueError naming block_mask or its capacity."""
+    an array may be read. longest: max_seqlen_q and max_seqlen_k of a packed call. block_table: of a
+    cache. Raises TypeError or ValueError naming block_mask or its capacity."""
     if block_mask is None:
         return {}
     if not isinstance(block_mask, BlockMask):
@@ -195,14 +201,19 @@ def block_operands(
             "block_mask must be a heedful.BlockMask, which BlockMask.of makes of other masks, got"
             f" {type(block_mask).__name__}"
         )
-    if len(getattr(q, "shape", ())) == 3:
-        raise ValueError("block_mask must be None in packed calls, got one")
     if not (hasattr(q, "shape") and hasattr(k, "shape")):
         return {}  # Later checks name them.
     overflow = block_mask.overflow
     if overflow is not None and is_plain(overflow) and is_checked(overflow):
         block_mask.check()
-    return block_mask.operands(q, k)
+    if longest is not None:
+        return block_mask.operands(*longest, "max_seqlen_q and max_seqlen_k say")
+    seqlen_q, seqlen_k = (x.shape[1] if len(x.shape) > 1 else 0 for x in (q, k))
+    if len(getattr(block_table, "shape", ())) == 2:
+        return block_mask.operands(
+            seqlen_q, seqlen_k * block_table.shape[1], "q and its pages have"
+        )
+    return block_mask.operands(seqlen_q, seqlen_k, "q and k have")
 
 
 def _register() -> None:

@@ -65,6 +65,10 @@ BLOCKS = [
     replace(SHORT, block_mask=32, key_ranges=2, dropout_p=0.2, bias="hqk", alibi="h", softcap=3.0),
     replace(LONG, block_mask=128, causal=True, num_splits=3),
     replace(LONG, block_mask=32, dtype="bfloat16", seqlen_k=0),
+    replace(SHORT, block_mask=32, varlen="qk", used="qk", ranges_of="bh", causal=True, batch=3),
+    replace(SHORT, block_mask=32, varlen="q", page_size=16, key_ranges=1, softcap=3.0),
+    replace(SHORT, block_mask=32, page_size=7, leftpad_k=True, tree_mask=True, sink=True),
+    replace(SHORT, block_mask=32, kv_batch_idx=True, used="k", ranges_of="h"),
 ]
 RANGES = [
     *variants(SHORT, key_ranges=[1, 2]),

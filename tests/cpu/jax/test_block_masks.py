@@ -79,6 +79,42 @@ def test_lists_by_hand_run_under_jit():
     np.testing.assert_array_equal(make(counts, tiles).to_dense(), want)
 
 
+def test_packed_sequences_and_their_gradients_are_those_of_the_sequences_apart():
+    q, k, v = inputs()
+    mask = drawn(4)
+    mask = mask.at[1, ..., 75:].set(False)
+    bounds = [jnp.array(b, jnp.int32) for b in ([0, ROWS, 2 * ROWS], [0, KEYS, KEYS + 75])]
+    block_mask = BlockMask.of(mask, side=SIDE)
+
+    def packed(q, k, v):
+        q, k, v = (t.reshape(-1, *t.shape[2:])[:175] for t in (q, k, v))
+        call = partial(heedful.jax.flash_attn_varlen_func, q, k, v, *bounds)
+        return (call(ROWS, KEYS, block_mask=block_mask) ** 2).sum()
+
+    got = jax.jit(jax.value_and_grad(packed, (0, 1, 2)))(*inputs())
+    want = jax.value_and_grad(partial(loss, bias=mask), (0, 1, 2))(q, k, v)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("appends", [False, True])
+def test_a_cache_of_pages_takes_a_mask(appends):
+    q, k, v = inputs()
+    mask = drawn()
+    pages = [t.reshape(10, 20, *t.shape[2:]) for t in (k, v)]
+    table = jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
+    lengths = jnp.array([KEYS, 60], jnp.int32)
+    new = [t[:, -2:] for t in (k, v)] if appends else [None, None]
+    call = heedful.jax.flash_attn_with_kvcache
+    used = lengths - 2 if appends else lengths
+    more = {"cache_seqlens": used, "block_table": table}
+    step = jax.jit(lambda q, pages, m: call(q, *pages, *new, **more, block_mask=m))
+    got, *caches = step(q, pages, BlockMask.of(mask, side=SIDE))
+    whole = [t.reshape(2, KEYS, *t.shape[2:]) for t in caches]
+    want = heedful.jax.flash_attn_func(q, *whole, bias=mask, seqused_k=lengths)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
 def test_a_mask_of_other_lengths_is_refused():
     q, k, v = inputs()
     with pytest.raises(ValueError, match="block_mask must be of 70 queries and 99 keys"):

@@ -1,6 +1,9 @@
 """Block masks: made of masks of every kind, taken by calls and transforms, refused where they are
 wrong."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch.func import grad, vmap
@@ -191,6 +194,10 @@ CASES = [
     Case(block_mask=64, causal=True, used="qk", seqlen_q=ROWS, seqlen_k=KEYS, sink=True),
     Case(block_mask=128, leftpad_k=True, ranges_of="h", softcap=3.0, dropout_p=0.2),
     Case(block_mask=32, key_ranges=2, bias="hqk", alibi="h", return_probs=True, dropout_p=0.3),
+    Case(block_mask=32, varlen="qk", used="qk", causal=True, batch=3, heads_q=4, ranges_of="bh"),
+    Case(block_mask=32, varlen="q", page_size=16, key_ranges=1, backward=False),
+    Case(block_mask=32, page_size=7, leftpad_k=True, tree_mask=True, sink=True, backward=False),
+    Case(block_mask=32, kv_batch_idx=True, used="k", ranges_of="h", seqlen_q=3, backward=False),
 ]
 
 
@@ -241,12 +248,102 @@ def test_the_backward_by_hand_takes_a_mask():
     torch.testing.assert_close(got[:3], grad(loss, (0, 1, 2))(q, k, v, block_mask))
 
 
-def test_packed_calls_refuse_a_mask():
-    q = torch.randn(9, 2, 16)
-    bounds = torch.tensor([0, 9], dtype=torch.int32)
-    packed = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 9, "max_seqlen_k": 9}
-    with pytest.raises(ValueError, match="block_mask must be None in packed calls"):
-        heedful.attention_backward(q, q, q, q, q, q[..., 0], **packed, block_mask=made(drawn()))
+def packed() -> tuple[tuple, dict]:
+    """q, k and v of two sequences, the second of which is shorter; and their places."""
+    q, k, v = dense()
+    bounds = [torch.tensor([0, n, n + m], dtype=torch.int32) for n, m in ((ROWS, 40), (KEYS, 75))]
+    tokens = tuple(
+        t.flatten(0, 1)[: b[-1]] for t, b in zip((q, k, v), (*bounds, bounds[1]), strict=True)
+    )
+    longest = {"max_seqlen_q": ROWS, "max_seqlen_k": KEYS}
+    return tokens, {"cu_seqlens_q": bounds[0], "cu_seqlens_k": bounds[1], **longest}
+
+
+def test_positions_of_packed_sequences_count_from_the_first_of_each():
+    (q, k, v), places = packed()
+    mask = drawn(2, 4)
+    got = heedful.flash_attn_varlen_func(q, k, v, **places, block_mask=made(mask))
+    for b, (rows, keys) in enumerate(
+        ((slice(ROWS), slice(KEYS)), (slice(ROWS, 110), slice(100, 175)))
+    ):
+        one = mask[b : b + 1, :, : len(q[rows]), : len(k[keys])]
+        want = heedful.flash_attn_func(q[None, rows], k[None, keys], v[None, keys], bias=one)
+        torch.testing.assert_close(got[None, rows], want)
+
+
+def test_the_backward_by_hand_of_packed_sequences_takes_a_mask():
+    tokens, places = packed()
+    block_mask, leaves = made(drawn(1, 4)), [t.requires_grad_() for t in tokens]
+    more: dict[str, Any] = {**places, "block_mask": block_mask}
+    out, lse = heedful.flash_attn_varlen_func(*leaves, **more, return_lse=True)
+    want = torch.autograd.grad(out.square().sum(), leaves)
+    with torch.no_grad():
+        call = partial(heedful.attention_backward, out * 2, *leaves)
+        got = call(out=out, lse=lse, **more)
+    torch.testing.assert_close(got[:3], want)
+
+
+def test_masks_of_other_lengths_than_a_packed_call_or_a_cache_are_refused():
+    (q, k, v), places = packed()
+    few = made(drawn()[:, :, 1:])
+    words = "of 70 queries and 100 keys, as max_seqlen_q and max_seqlen_k say, got one of 69"
+    with pytest.raises(ValueError, match=words):
+        heedful.flash_attn_varlen_func(q, k, v, **places, block_mask=few)
+    with pytest.raises(ValueError, match=words):
+        heedful.attention_backward(q, q, k, v, q, q[..., 0], **places, block_mask=few)
+    q, k, v = dense(3, 16)
+    table = torch.zeros(2, 5, dtype=torch.int32)
+    for call in (heedful.flash_attn_with_kvcache, explained):
+        with pytest.raises(ValueError, match="of 3 queries and 80 keys, as q and its pages have"):
+            call(q, k, v, block_table=table, block_mask=few)
+        no_mask: Any = drawn()
+        with pytest.raises(TypeError, match="block_mask must be a heedful.BlockMask"):
+            call(q, k, v, block_mask=no_mask)
+
+
+def explained(*args, **more) -> str:
+    return heedful.explain(heedful.flash_attn_with_kvcache, *args, **more)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_new_tokens_are_appended_and_seen_as_the_mask_of_the_whole_cache_says(compiles):
+    q, k, v = dense(2, KEYS)
+    block_mask = made(mask := drawn()[:, :, :2])
+    lengths = torch.tensor([60, 98], dtype=torch.int32)
+    new = [torch.randn(2, 2, 2, t.shape[-1]) for t in (k, v)]
+
+    def step(k, v, block_mask):
+        return heedful.flash_attn_with_kvcache(
+            q, k, v, *new, cache_seqlens=lengths, causal=True, block_mask=block_mask
+        )
+
+    step = api.compiled(step) if compiles else step
+    caches = k.clone(), v.clone()
+    for _ in range(2):
+        got = step(*caches, block_mask)
+    whole = [t.clone() for t in (k, v)]
+    for part, given in zip(whole, new, strict=True):
+        for b, length in enumerate(lengths):
+            part[b, length : length + 2] = given[b]
+    assert all(map(torch.equal, caches, whole))
+    want = heedful.flash_attn_func(q, *whole, causal=True, bias=mask, seqused_k=lengths + 2)
+    torch.testing.assert_close(got, want)
+    # Known calls without the mask, and with another, are not it.
+    plain = heedful.flash_attn_with_kvcache(q, *caches, cache_seqlens=lengths + 2, causal=True)
+    unmasked = heedful.flash_attn_func(q, *whole, causal=True, seqused_k=lengths + 2)
+    torch.testing.assert_close(plain, unmasked)
+
+
+def test_keys_of_a_shared_prefix_do_not_count_in_a_mask():
+    q, k, v = dense(3, KEYS)
+    mask = drawn()[:, :, :3]
+    prefix = k[0, :5].clone(), v[0, :5].clone()
+    got = heedful.flash_attn_with_kvcache(q, k, v, shared_prefix=prefix, block_mask=made(mask))
+    whole = [
+        torch.cat([p.expand(2, -1, -1, -1), t], 1) for p, t in zip(prefix, (k, v), strict=True)
+    ]
+    bias = torch.cat([torch.ones(2, 1, 3, 5, dtype=torch.bool), mask], -1)
+    torch.testing.assert_close(got, heedful.flash_attn_func(q, whole[0], whole[1], bias=bias))
 
 
 @pytest.mark.parametrize("sizes", [(0, KEYS), (ROWS, 0)])
@@ -287,3 +384,11 @@ def test_no_kernel_computes_all_scores_beside_a_block_mask(facts):
 def test_explain_takes_a_block_mask():
     words = heedful.explain(heedful.flash_attn_func, *dense(), block_mask=made(drawn()))
     assert "block_mask=32" in words and "sdpa forward: does not take block mask" in words
+    (q, k, v), places = packed()
+    for words in (
+        heedful.explain(
+            heedful.flash_attn_varlen_func, q, k, v, **places, block_mask=made(drawn())
+        ),
+        explained(*dense(ROWS, KEYS), block_mask=made(drawn())),
+    ):
+        assert "block_mask=32" in words

@@ -27,6 +27,9 @@ KINDS = [
     replace(LONG, key_ranges=2, dropout_p=0.3, alibi="h", block_mask=64),
     replace(LONG, num_splits=3, backward=False),
     replace(LONG, layout="offset", head_dim=40, head_dim_v=72),
+    replace(LONG, varlen="qk", used="q", ranges_of="bh", batch=3, causal=True),
+    replace(LONG, varlen="q", page_size=16, used="k", key_ranges=1, sink=True),
+    replace(LONG, page_size=64, leftpad_k=True, seqlen_q=130, backward=False),
 ]
 
 
@@ -36,7 +39,7 @@ def test_the_portable_kernels_are_within_their_budget(case):
     run(Prepared("portable"), replace(case, seqlen_q=129, seqlen_k=31, seed=1), "cuda")
 
 
-@pytest.mark.parametrize("case", [KINDS[1], KINDS[6]], ids=str)
+@pytest.mark.parametrize("case", [KINDS[1], KINDS[6], *KINDS[-3:]], ids=str)
 def test_public_calls_are_within_their_budget(case):
     built = build(case, "cuda")
     check(built, api.results(built), "cuda")

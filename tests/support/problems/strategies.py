@@ -79,6 +79,4 @@ def cases(
         return_probs=maybe("return_probs", flag, False),
         seed=draw(st.integers(0, 2**16)),
     )
-    if varlen or page_size or case.kv_batch_idx or case.tree_mask:
-        return case  # Only dense calls take block masks, and these come by other functions.
     return replace(case, block_mask=maybe("block_mask", st.sampled_from((32, 64)), 0))

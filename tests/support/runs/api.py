@@ -10,6 +10,7 @@ import heedful.torch as heedful
 from heedful.core.call.operands import Operands, own_shape
 from heedful.core.call.problem import AttentionProblem
 from heedful.masks import BlockMask
+from heedful.masks.arrays import namespace
 from heedful.reference import eager, oracle
 from heedful.reference.convert import as_numpy, operands_as_numpy
 from support.problems.budget import DRAWS, Error, Results, assert_sound, over_budget
@@ -58,6 +59,7 @@ def call(built: Built, leaves: dict[str, Tensor], **more) -> Any:
         "sink": leaves.get("sink"),
         "alibi_slopes": _slopes(built),
         "key_ranges": x.key_ranges,
+        "block_mask": block_mask(built, x._asdict()),
     }
     if is_cache_call(built):
         lengths = x.seqused_k
@@ -95,13 +97,25 @@ def call(built: Built, leaves: dict[str, Tensor], **more) -> Any:
     q, k, v = (leaves[name] for name in "qkv")
     if not problem.varlen_q:
         keywords |= {name: getattr(x, name) for name in LENGTHS}
-        if case.block_mask:
-            arrays = x.block_rows, x.block_keys, x.block_bits
-            keywords["block_mask"] = BlockMask(*arrays, problem.seqlen_q, problem.seqlen_k)
         return heedful.flash_attn_func(q, k, v, **(keywords | more))
     keywords |= {name: getattr(x, name) for name in ("block_table", "seqused_q", "seqused_k")}
     bounds = (x.cu_seqlens_q, x.cu_seqlens_k, problem.seqlen_q, problem.seqlen_k)
     return heedful.flash_attn_varlen_func(q, k, v, *bounds, **(keywords | more))
+
+
+def block_mask(built: Built, x: dict[str, Any]) -> BlockMask | None:
+    """That of a case, for as many keys as its cache has room for. x: its arrays."""
+    if not built.case.block_mask:
+        return None
+    problem, keys = built.problem, built.problem.seqlen_k
+    arrays = {name: x[f"block_{name}"] for name in ("rows", "keys", "bits")}
+    if is_cache_call(built) and problem.page_size:
+        keys = problem.page_size * x["block_table"].shape[1]
+        of_keys, xp = arrays["keys"], namespace("block_mask", arrays["keys"])
+        more = -(-keys // arrays["bits"].shape[1]) - of_keys.shape[2]
+        unseen = [xp.zeros_like(of_keys[:, :, :1])] * more
+        arrays["keys"] = xp.concatenate([of_keys, *unseen], 2)
+    return BlockMask(**arrays, seqlen_q=problem.seqlen_q, seqlen_k=keys)
 
 
 def is_cache_call(built: Built) -> bool:
@@ -113,7 +127,6 @@ def is_cache_call(built: Built) -> bool:
         return not problem.varlen_q
     has_lengths = x.seqused_k is not None or x.leftpad_k is not None
     dense_only = case.backward or case.bias or case.dropout_p > 0 or x.seqused_q is not None
-    dense_only = dense_only or case.block_mask > 0
     return has_lengths and not dense_only
 
 

@@ -7,11 +7,10 @@ import jax
 from jax import numpy as jnp
 
 import heedful.jax
-from heedful.masks import BlockMask
 from heedful.reference.convert import as_numpy
 from support.problems.budget import Results
 from support.problems.cases import Built
-from support.runs.api import LENGTHS, is_cache_call
+from support.runs.api import LENGTHS, block_mask, is_cache_call
 from support.runs.jax_backend import as_array, as_tensor
 
 LEAVES = ("q", "k", "v", "bias", "sink")
@@ -71,6 +70,7 @@ def call(built: Built, x: dict[str, Any], **more) -> Any:
         "sink": x.get("sink"),
         "alibi_slopes": slopes,
         "key_ranges": x.get("key_ranges"),
+        "block_mask": block_mask(built, x),
     }
     if is_cache_call(built):
         lengths = x.get("seqused_k")
@@ -102,10 +102,6 @@ def call(built: Built, x: dict[str, Any], **more) -> Any:
     keywords |= {name: x.get(name) for name in ("q_descale", "k_descale", "v_descale")}
     if not problem.varlen_q:
         keywords |= {name: x.get(name) for name in LENGTHS}
-        if case.block_mask:
-            arrays = {name: x[f"block_{name}"] for name in ("rows", "keys", "bits")}
-            lengths = {"seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k}
-            keywords["block_mask"] = BlockMask(**arrays, **lengths)
         return heedful.jax.flash_attn_func(x["q"], x["k"], x["v"], **(keywords | more))
     keywords |= {name: x.get(name) for name in ("block_table", "seqused_q", "seqused_k")}
     bounds = x["cu_seqlens_q"], x.get("cu_seqlens_k"), problem.seqlen_q, problem.seqlen_k

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from heedful.core.call.arguments import Options
 from heedful.core.call.operands import Operands
 
 # Rows and keys that a tile may have.
@@ -14,14 +13,12 @@ _SHAPES = {
 }
 
 
-def check_blocks(x: Operands, options: Options, sizes: Any) -> int:
+def check_blocks(x: Operands, sizes: Any) -> int:
     """Rows and keys of a tile, 0 without a block mask. sizes: with batch, heads_q, seqlen_q and
     seqlen_k. Raises TypeError or ValueError naming block_mask."""
     specs: dict[str, Any] = {name: getattr(x, name) for name in _SHAPES}
     if all(spec is None for spec in specs.values()):
         return 0
-    if options.kind != "dense":
-        raise ValueError("block_mask must be None in packed and cached calls, got one")
     for name, spec in specs.items():
         part = f"block_mask's {name.removeprefix('block_')}"
         if spec is None:

@@ -108,7 +108,7 @@ def check(call: AttentionCall) -> AttentionProblem:
         kv_batch_idx=x.kv_batch_idx is not None,
         leftpad_k=x.leftpad_k is not None,
         key_ranges=_check_ranges(x, options, sizes),
-        block_mask=check_blocks(x, options, sizes),
+        block_mask=check_blocks(x, sizes),
         kv_group=_check_scales(x, options, sizes, dtype, kv_dtype),
         kv_shift=x.k_shift is not None,
         needs_grad=call.needs_grad,

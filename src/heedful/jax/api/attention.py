@@ -163,6 +163,7 @@ def flash_attn_varlen_func(
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
     key_ranges: Array | None = None,
+    block_mask: BlockMask | None = None,
     bias: Array | None = None,
     sink: Array | None = None,
     s_aux: Array | None = None,
@@ -197,6 +198,8 @@ def flash_attn_varlen_func(
         seqused_q, seqused_k: int32 or int64 (batch,): how many tokens of its storage a sequence
             uses; the others are never read, and give 0 with lse -inf.
         key_ranges: int32 (total_q, 2 or 4), the same for all heads.
+        block_mask: a `heedful.BlockMask` of max_seqlen_q queries and max_seqlen_k keys. Positions
+            count from each sequence's first query and first key.
         k_descale, v_descale: float32, with k and v of 8 bits or fewer: value = stored * descale,
             each () or (batch, heads_k), or per group of values as quantize_kv makes them.
 
@@ -237,6 +240,7 @@ def flash_attn_varlen_func(
         seqused_k=seqused_k,
         block_table=block_table,
         key_ranges=key_ranges,
+        **block_operands(block_mask, q, k, longest=(max_seqlen_q, max_seqlen_k)),
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,

@@ -73,6 +73,7 @@ def attention_backward(
     """
     packed = cu_seqlens_q is not None
     check_packed(packed, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, leftpad_k)
+    longest = (max_seqlen_q, max_seqlen_k) if packed else None
     options = Options(
         kind="varlen" if packed else "dense",
         max_seqlen_q=max_seqlen_q,
@@ -101,7 +102,7 @@ def attention_backward(
         leftpad_k=leftpad_k,
         block_table=block_table,
         key_ranges=key_ranges,
-        **block_operands(block_mask, q, k),
+        **block_operands(block_mask, q, k, longest=longest),
     )
     saved = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     return differentiate(x, options, saved, dropout_seed, bias_grad)

@@ -26,6 +26,7 @@ from heedful.jax.traced import cache_step, cache_update, primitives, sharding, s
 from heedful.jax.traced.call import adapted, check_arrays, computed, specs_of
 from heedful.jax.traced.primitives import Static
 from heedful.jax.traced.registration import infinite_lse
+from heedful.masks.block_mask import BlockMask, block_operands
 
 _UNBOUNDED = (-1, -1)
 _ARRAYS = ("k", "v", "rotary_cos", "rotary_sin")
@@ -61,6 +62,7 @@ def flash_attn_with_kvcache(
     learnable_sink: Array | None = None,
     tree_mask: Array | None = None,
     key_ranges: Array | None = None,
+    block_mask: BlockMask | None = None,
     shared_prefix: tuple[Array, Array] | None = None,
     backend: str | None = None,
 ) -> Any:
@@ -104,6 +106,9 @@ def flash_attn_with_kvcache(
             only if tree_mask[b, i, c], for speculative decoding.
         key_ranges: int32 (batch or 1, heads_q or 1, q_len, 2 or 4), as of flash_attn_func. Keys of
             a shared_prefix, which every query sees, do not count.
+        block_mask: a `heedful.BlockMask` of q_len queries and as many keys as a row of the cache or
+            of block_table has room for. Positions count from the first of q, and from a sequence's
+            first key in the cache. Keys of a shared_prefix do not count.
         shared_prefix: (k, v), each (prefix_len, heads_k, head_dim | head_dim_v) or with a leading
             1: keys and values before the cache of every sequence. Rotary positions count them;
             every query sees them all.
@@ -145,6 +150,7 @@ def flash_attn_with_kvcache(
         leftpad_k=cache_leftpad,
         tree_mask=tree_mask,
         key_ranges=key_ranges,
+        **block_operands(block_mask, q, k_cache, block_table=block_table),
         k_descale=k_descale,
         v_descale=v_descale,
         k_shift=k_shift,

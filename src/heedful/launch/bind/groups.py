@@ -217,7 +217,7 @@ def block_lists(problem: AttentionProblem, buffers: Buffers, name: str) -> share
     if spec is None:
         return absent(shared.BlockLists)
     b, h, m, _ = spec.steps
-    others = problem.used_q or problem.used_k or problem.leftpad_k or problem.key_ranges
+    others = problem.used_q or problem.varlen_q or problem.ragged_k or problem.key_ranges
     return shared.BlockLists(
         ptr=pointer(buffers, name),
         stride_b=stride(b),

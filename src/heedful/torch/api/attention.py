@@ -194,6 +194,7 @@ def flash_attn_varlen_func(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     bias: Tensor | None = None,
     sink: Tensor | None = None,
     s_aux: Tensor | None = None,
@@ -231,6 +232,8 @@ def flash_attn_varlen_func(
         seqused_q, seqused_k: int32 or int64 (batch,): how many tokens of its storage a sequence
             uses; the others are never read, and give 0 with lse -inf.
         key_ranges: int32 (total_q, 2 or 4), the same for all heads.
+        block_mask: a `heedful.BlockMask` of max_seqlen_q queries and max_seqlen_k keys. Positions
+            count from each sequence's first query and first key.
         k_descale, v_descale: float32, with k and v of 8 bits or fewer: value = stored * descale,
             each () or (batch, heads_k), or per group of values as quantize_kv makes them.
 
@@ -287,6 +290,9 @@ def flash_attn_varlen_func(
         k_descale=k_descale,
         v_descale=v_descale,
     )
+    if block_mask is not None:
+        longest = max_seqlen_q, max_seqlen_k
+        x = x._replace(**block_operands(block_mask, q, k, is_readable, longest=longest))
     if dispatched:
         return library.attend(q, k, v, x, options, out, dropout_seed)
     return attend(q, k, v, x, options, out, dropout_seed, library.attend)

@@ -94,12 +94,14 @@ def _by_name(function: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 
 def _call(kind: str, arguments: dict[str, Any]) -> AttentionCall:
-    mask, q, k = arguments.get("block_mask"), arguments["q"], arguments["k"]
-    x, options, _ = bind(kind, {**arguments, **block_operands(mask, q, k, is_readable)})
+    x, options, _ = bind(kind, arguments)
+    longest = None
     if kind == "varlen":
         lengths = options.max_seqlen_q, options.max_seqlen_k
-        lengths = plain_lengths(lengths, x.q, x.k, x.bias, x.block_table)
-        options = options._replace(max_seqlen_q=lengths[0], max_seqlen_k=lengths[1])
+        longest = plain_lengths(lengths, x.q, x.k, x.bias, x.block_table)
+        options = options._replace(max_seqlen_q=longest[0], max_seqlen_k=longest[1])
+    mask = arguments.get("block_mask")
+    x = x._replace(**block_operands(mask, x.q, x.k, is_readable, longest=longest))
     check_tensors(x, options)
     options, seed = plain_options(options), plain_seed(arguments["dropout_seed"], x.q.device)
     grad = gradients_wanted(x)
@@ -115,6 +117,8 @@ def _call(kind: str, arguments: dict[str, Any]) -> AttentionCall:
 def _cache_call(arguments: dict[str, Any]) -> tuple[AttentionCall, CacheUpdate]:
     """The attention over the extended cache, and the update as ArraySpecs."""
     x, options, update = bind("kvcache", arguments)
+    mask = arguments["block_mask"]
+    x = x._replace(**block_operands(mask, x.q, x.k, is_readable, block_table=x.block_table))
     check_tensors(x, options)
     options, update = plain_options(options), plain_update(update, x.q)
     call, specs = cache_call(x, options, update, arguments["out"], _spec)

@@ -131,7 +131,8 @@ def attention_backward(
         key_ranges=key_ranges,
     )
     if block_mask is not None:
-        x = x._replace(**block_operands(block_mask, q, k, is_readable))
+        longest = (max_seqlen_q, max_seqlen_k) if packed else None
+        x = x._replace(**block_operands(block_mask, q, k, is_readable, longest=longest))
     saved = dout, dlse, out, lse
     if dispatched or wants_gradients((*x, *saved)):
         return library.differentiate(x, options, saved, dropout_seed, bias_grad)

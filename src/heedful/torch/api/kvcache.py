@@ -22,6 +22,7 @@ from heedful.core.call.arguments import (
 )
 from heedful.core.call.describe_cache import attention_part, check_cache, last_rotated_length
 from heedful.core.call.operands import Operands
+from heedful.masks.block_mask import BlockMask, block_operands
 from heedful.torch.api.prefix import Prefix, keeps_rest, prefixed
 from heedful.torch.base.dispatch import (
     Likeness,
@@ -46,7 +47,7 @@ from heedful.torch.operands.checks import (
     lies_in,
 )
 from heedful.torch.operands.plain import is_same, plain_options, plain_update, plain_window
-from heedful.torch.operands.values import check_room
+from heedful.torch.operands.values import check_room, is_readable
 from heedful.torch.traced import library
 
 # The arguments that hold tensors.
@@ -88,6 +89,7 @@ def flash_attn_with_kvcache(
     learnable_sink: Tensor | None = None,
     tree_mask: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     shared_prefix: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
@@ -132,6 +134,9 @@ def flash_attn_with_kvcache(
             only if tree_mask[b, i, c], for speculative decoding.
         key_ranges: int32 (batch or 1, heads_q or 1, q_len, 2 or 4), as of flash_attn_func. Keys of
             a shared_prefix, which every query sees, do not count.
+        block_mask: a `heedful.BlockMask` of q_len queries and as many keys as a row of the cache or
+            of block_table has room for. Positions count from the first of q, and from a sequence's
+            first key in the cache. Keys of a shared_prefix do not count.
         shared_prefix: (k, v), each (prefix_len, heads_k, head_dim | head_dim_v) or with a leading
             1: keys and values before the cache of every sequence. Rotary positions count them;
             every query sees them all.
@@ -190,7 +195,11 @@ def flash_attn_with_kvcache(
     )
     if dispatched:
         with torch.no_grad():
-            return _traced(*_parts(values, tensors, Operands, Options, CacheUpdate), out)
+            parts = _parts(values, tensors, Operands, Options, CacheUpdate)
+            return _traced(_masked(parts[0], block_mask), *parts[1:], out)
+    if block_mask is not None:
+        parts = _parts(values, tensors, new_operands, new_options, new_update)
+        return _eager(_masked(parts[0], block_mask), *parts[1:], out)
     known_as: Any = (*values, *map(type, values + tensors))
     call, addresses = None, None
     try:
@@ -250,6 +259,13 @@ def _parts(
             backend=backend,
         ),
         update(k, v, cos, sin, used, interleaved, prefix),
+    )
+
+
+def _masked(x: Operands, block_mask: BlockMask | None) -> Operands:
+    """The operands with those of a block mask."""
+    return x._replace(
+        **block_operands(block_mask, x.q, x.k, is_readable, block_table=x.block_table)
     )
 
 
@@ -341,7 +357,7 @@ class CacheCall:
         more than one program, or some arguments are copied."""
         lengths, step = update.cache_seqlens, self.step
         more = self.checks or not self.attention.plain or self.prefix is not None
-        if more or isinstance(lengths, int):
+        if more or isinstance(lengths, int) or x.block_rows is not None:
             return None
         if step is None and x.leftpad_k is not None or step is not None and not step.counts:
             return None

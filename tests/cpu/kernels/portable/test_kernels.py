@@ -41,6 +41,9 @@ FORWARD_ONLY = (
     small(page_size=7),
     small(page_size=5, leftpad_k=True, causal=True),
     small(batch=2, heads_q=1, heads_k=1, kv_batch_idx=True, leftpad_k=True),
+    small(page_size=7, block_mask=32, varlen="q", batch=2, sink=True),
+    small(batch=2, heads_q=1, heads_k=1, kv_batch_idx=True, leftpad_k=True, block_mask=32),
+    small(kv_dtype="int8", kv_group=8, page_size=4, block_mask=32, causal=True, used="k"),
     small(kv_dtype="int8", kv_group=8, kv_shift=True),
     small(kv_dtype="int8"),
     small(kv_dtype="int4", kv_group=16, page_size=4),
@@ -80,6 +83,8 @@ BOTH_WAYS = (
     small(block_mask=32, window=(20, 3, 4), key_ranges=1, tree_mask=True, used="qk", sink=True),
     # Lists have tiles past the lengths in use, of sequences that end before the longest.
     small(block_mask=32, used="qk", leftpad_k=True, batch=3, seqlen_q=70, seqlen_k=100, heads_k=1),
+    small(block_mask=32, varlen="qk", used="q", batch=3, heads_k=1, ranges_of="bh", causal=True),
+    small(block_mask=32, varlen="q", batch=3, seqlen_k=70, heads_q=1, heads_k=1),
     small(head_dim=20, head_dim_v=48),
     small(head_dim=3),
     # A lone key: the backward must find the very score that the forward found.
