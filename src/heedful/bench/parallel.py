@@ -29,6 +29,7 @@ from torch.multiprocessing.spawn import spawn
 from heedful import flash_attn_func, flash_attn_varlen_func
 from heedful.bench.harness import script
 from heedful.distributed import ContextPlan, attention, plan
+from heedful.distributed.plan import STRATEGIES
 
 # Calls of which a median is taken: as many as take so many milliseconds, within these bounds.
 MILLISECONDS, FEWEST, MOST = 400.0, 7, 50
@@ -37,23 +38,21 @@ HEADS, HEADS_K, DIM = 32, 8, 128
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of documents. window: keys to the left, -1 for all; ways: (strategy, layout)."""
+    """A batch of documents. window: keys to the left, -1 for all."""
 
     name: str
     lengths: tuple[int, ...]
     window: int = -1
-    ways: tuple[tuple[str, str], ...] = (("gather", "zigzag"), ("heads", "zigzag"))
+    layout: str = "zigzag"
 
 
 def cases(ranks: int, seeds: int = 5) -> Iterator[Case]:
     for each in (8192, 16384, 32768):
         yield Case(f"causal, {each} a GPU", (each * ranks,))
-    packed = (("gather", "documents"), ("heads", "documents"))
     for seed in range(seeds):
         lengths = log_normal(64, 32768 * ranks, seed)
-        yield Case(f"64 documents of {32 * ranks}k, seed {seed}", lengths, ways=packed)
-    near = (("gather", "contiguous"), ("heads", "contiguous"))
-    yield Case(f"window 1024 of {32 * ranks}k", (32768 * ranks,), 1024, near)
+        yield Case(f"64 documents of {32 * ranks}k, seed {seed}", lengths, layout="documents")
+    yield Case(f"window 1024 of {32 * ranks}k", (32768 * ranks,), 1024, "contiguous")
 
 
 def log_normal(count: int, total: int, seed: int, sigma: float = 1.2) -> tuple[int, ...]:
@@ -165,7 +164,7 @@ def rows(case: Case, device: torch.device) -> Iterator[str]:
     whole, times = alone(case, [q, k, v], dout) if rank == 0 else (None, [])
     want = (whole.forward(), *whole.both()) if whole else ()
     dist.barrier()
-    for strategy, layout in case.ways:
+    for strategy in STRATEGIES:
         start = time.perf_counter()
         made = plan(
             lengths=case.lengths,
@@ -173,7 +172,7 @@ def rows(case: Case, device: torch.device) -> Iterator[str]:
             heads_k=HEADS_K,
             head_dim=DIM,
             window_size=(case.window, 0),
-            layout=layout,
+            layout=case.layout,
             strategy=strategy,
         )
         planned = (time.perf_counter() - start) * 1e3
@@ -182,7 +181,7 @@ def rows(case: Case, device: torch.device) -> Iterator[str]:
         slowest = torch.tensor(work.times(True), device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         if rank == 0:
-            words = f"{case.name:34} {strategy:7} {layout:10}"
+            words = f"{case.name:34} {strategy:7} {case.layout:10}"
             if not all(_is_near(x, y) for x, y in zip(got, want, strict=True)):
                 yield f"{words} wrong"
                 continue

@@ -360,6 +360,11 @@ def low_precision(x: Operands) -> torch.dtype | None:
     return None
 
 
+def slack(lse: torch.Tensor) -> torch.Tensor:
+    """By how much rounding may change log-sum-exps of the same scores: these are alike."""
+    return (lse.abs() + 1.0) * 2.0**-20
+
+
 def multiply(out, a, b, beta: float = 0.0, alpha: float = 1.0) -> None:
     """out = beta out + alpha a b for each of the matrices of a tile."""
     out.baddbmm_(a, b, beta=beta, alpha=alpha)

@@ -22,7 +22,7 @@ from heedful.cpu.blocks import (
     query_tiles,
     worth_threads,
 )
-from heedful.cpu.scores import HELD, Tiles, multiply
+from heedful.cpu.scores import HELD, Tiles, multiply, slack
 from heedful.cpu.tiled_forward import all_near, row_references
 from heedful.cpu.workers import for_each
 from heedful.reference.philox import keep_scale
@@ -49,7 +49,7 @@ def backward(
     if x.q_descale is not None or x.k_descale is not None or x.v_descale is not None:
         raise ValueError("gradients need q, k and v without descales")
     if whole.takes(problem, x):
-        return whole.backward(problem, x, dout, dlse)
+        return whole.backward(problem, x, out, lse, dout, dlse)
     # Where sequences are whole rows of storage, every element is written, and once.
     begin = torch.zeros_like if is_scattered(x) else torch.empty_like
     dq, dk, dv = (begin(a, memory_format=torch.contiguous_format) for a in (x.q, x.k, x.v))
@@ -258,14 +258,17 @@ class _BlockBackward:
     def _settle(self, index: int, part: range, p, ds) -> None:
         """Sets dS of queries that see one key, in tiles (B, G, R, M, N), to dlse: their probability
         is 1 whatever the score. dP and delta are sums of the same terms in another order, whose
-        difference is only rounding."""
+        difference is only rounding. One that is not 1 has more keys in another call."""
         rows = self.rows[index]
         single = [i for i in self.single[index] if rows.start + i in part]
         places = [i - (part.start - rows.start) for i in single]
         settled = ds[..., places, :] * 0.0  # a NaN stays one
         if self.dlse:
             settled += p[..., places, :] * self.dlse[index][..., single, :]
-        ds[..., places, :] = settled
+        tiles, of_rows = self.tiles, self.rows[index]
+        reference = tiles.by_head(self.block, self.reference[index], of_rows)[..., single, :]
+        is_one = (p[..., places, :] - 1.0).abs() <= slack(reference)
+        ds[..., places, :] = torch.where(is_one, settled, ds[..., places, :])
 
     def _add_bias(self, rows: range, cols: range, ds: torch.Tensor) -> None:
         """Adds ds (B, G, R, M, N) to the bias's gradient, summed over the dims that it repeats."""

@@ -2,7 +2,7 @@
 calls with position masks and dropout, but without score modifiers. The fixed cost of a call is a
 few dozen operators, each of which may cost as much as the work on 16 tokens. The backward computes
 maximum and sum of a row again, and delta is the sum of p dP, so that dS of a row with one key is
-exactly 0.
+exactly 0. Rows that have more keys elsewhere (lse says so) take delta from out.
 
 B batch rows and G kv heads of an item, R query heads per kv head, M queries, N keys, D qk dim,
 E v dim.
@@ -61,7 +61,7 @@ def forward(problem: AttentionProblem, x: Operands, out: torch.Tensor, lse: torc
 
 
 def backward(
-    problem: AttentionProblem, x: Operands, dout: torch.Tensor, dlse: torch.Tensor | None
+    problem: AttentionProblem, x: Operands, out, lse, dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> Gradients:
     """Gradients of a call that `takes` allows."""
     seed, scale = _seed(problem, x), keep_scale(problem.dropout_p)
@@ -69,7 +69,13 @@ def backward(
 
     def work(scratch: blocks.Scratch, item: "_Item") -> None:
         q, k, v, do = item.queries(x.q), item.keys(x.k), item.keys(x.v), item.queries(dout)
-        weights = p = _softmax(problem, scratch, _scores(problem, scratch, q, k))
+        s = _scores(problem, scratch, q, k)
+        lse_here = torch.logsumexp(s, -1, keepdim=True)
+        weights = p = _softmax(problem, scratch, s)
+        lse_rows = lse[item.batches, item.query_heads].reshape(lse_here.shape)
+        is_all = torch.equal(lse_here, lse_rows)
+        if not is_all:
+            p.mul_(torch.exp(lse_here - lse_rows).masked_fill_(lse_here == -torch.inf, 0.0))
         dp = scratch.take("dp", *p.shape)
         torch.baddbmm(dp, do, v.mT, beta=0, alpha=scale, out=dp)
         if problem.dropout_p > 0:
@@ -77,9 +83,16 @@ def backward(
             dp.mul_(kept)
             weights = torch.mul(p, kept, out=scratch.take("weights", *p.shape))
         item.store_keys(dv, torch.baddbmm(_NONE, weights.mT, do, beta=0, alpha=scale))
-        # p (dP - sum of p dP)
         ds = scratch.take("s", *p.shape)
-        torch.ops.aten._softmax_backward_data.out(dp, p, -1, torch.float32, grad_input=ds)
+        if is_all:
+            # p (dP - sum of p dP)
+            torch.ops.aten._softmax_backward_data.out(dp, p, -1, torch.float32, grad_input=ds)
+        else:
+            delta = (do * item.queries(out)).sum(-1, keepdim=True)
+            is_whole = (lse_here - lse_rows).abs() <= scores.slack(lse_rows)
+            torch.mul(
+                dp.sub_(torch.where(is_whole, (p * dp).sum(-1, keepdim=True), delta)), p, out=ds
+            )
         if dlse is not None:
             ds.addcmul_(p, dlse[item.batches, item.query_heads].reshape(*p.shape[:2], 1))
         item.store_queries(dq, torch.baddbmm(_NONE, ds, k, beta=0, alpha=problem.scale))

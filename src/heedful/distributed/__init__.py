@@ -3,9 +3,9 @@
 `plan` decides once a batch which tokens each rank holds, and what ranks send each other;
 `attention` is `flash_attn_varlen_func` of the whole batch, called by each rank on its own tokens.
 
-`layouts` and `schedules` are arithmetic on lengths and need no processes; `exchange` moves rows
-between ranks; `gather` and `heads` are the strategies. May import the public calls of
-`heedful.torch`, `core` and torch.
+`layouts`, `schedules` and `rings` are arithmetic on lengths and need no processes; `exchange` moves
+rows between ranks; `gather`, `heads` and `ring` are the strategies, `calls` what they call. May
+import the public calls of `heedful.torch`, `core` and torch.
 """
 
 from heedful.distributed.attention import attention

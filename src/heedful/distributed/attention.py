@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from heedful.distributed import gather, heads
+from heedful.distributed import gather, heads, ring
 from heedful.distributed.layouts import Mask
-from heedful.distributed.plan import ContextPlan, OnDevice, mask_of
+from heedful.distributed.plan import ContextPlan, mask_of
 
 _REFUSED = {
     "bias": "its rows and columns lie on several ranks",
@@ -55,8 +55,9 @@ def attention(
         dropout_p, softmax_scale, causal, softcap, deterministic, backend: as `flash_attn_func` has
             them, of documents as a whole.
         window_size: (left, right) or (left, right, first). Under strategy "gather" first keys come
-            without dropout.
-        alibi_slopes: float32 (heads_q,). With strategy "gather" under causal masks alone.
+            without dropout, under "ring" there are none.
+        alibi_slopes: float32 (heads_q,). With strategy "gather" under causal masks alone; None with
+            "ring".
         sink: float (heads_q,). Its gradient on a rank comes from that rank's queries or heads; the
             sum over ranks is the whole gradient, as for any other weight.
         dropout_seed: needed where dropout_p > 0, the same on every rank: the mask is the one that
@@ -131,17 +132,25 @@ def _check(q, k, v, plan: ContextPlan, mask: Mask, dropout_p, seed, alibi_slopes
     for name, x in (("sink", sink), ("alibi_slopes", alibi_slopes)):
         if x is not None and tuple(x.shape) != (plan.heads[0],):
             raise ValueError(f"{name} must be ({plan.heads[0]},), got {tuple(x.shape)}")
-    if plan.strategy != "gather":
-        return
-    if alibi_slopes is not None and (mask.right != 0 or mask.first):
-        raise ValueError(
-            "alibi_slopes must come with causal=True and without window_size[2] under strategy"
-            " 'gather': take 'heads'"
-        )
-    if dropout_p and mask.first:
-        raise ValueError(
-            "dropout_p must be 0 with window_size[2] under strategy 'gather': take 'heads'"
-        )
+    _check_strategy(plan.strategy, mask, bool(dropout_p), alibi_slopes is not None)
+
+
+def _check_strategy(strategy: str, mask: Mask, drops: bool, has_slopes: bool) -> None:
+    """ValueError for what a strategy cannot compute yet."""
+    under = f"under strategy {strategy!r}: take"
+    if strategy == "ring":
+        if has_slopes:
+            raise ValueError(f"alibi_slopes must be None {under} 'gather' or 'heads'")
+        if mask.first:
+            raise ValueError(f"window_size must have no first keys {under} 'gather' or 'heads'")
+    if strategy == "gather":
+        if has_slopes and (mask.right != 0 or mask.first):
+            raise ValueError(
+                "alibi_slopes must come with causal=True and without window_size[2]"
+                f" {under} 'heads'"
+            )
+        if drops and mask.first:
+            raise ValueError(f"dropout_p must be 0 with window_size[2] {under} 'heads'")
 
 
 class _Attention(torch.autograd.Function):
@@ -154,8 +163,12 @@ class _Attention(torch.autograd.Function):
             ctx.options = options | {"window_size": _window(mask)}
             out, lse, saved = heads.forward(q, k, v, plan, ctx.options)
         else:
-            ctx.on = plan.schedule(mask, bool(options["dropout_p"]), q.device)
-            out, lse = gather.forward(q, k, v, plan, ctx.on, options)
+            which = mask, bool(options["dropout_p"]), q.device
+            if plan.strategy == "ring":
+                ctx.by, ctx.on = ring, plan.steps(*which)
+            else:
+                ctx.by, ctx.on = gather, plan.schedule(*which)
+            out, lse = ctx.by.forward(q, k, v, plan, ctx.on, options)
             saved = q, k, v, out, lse
         ctx.save_for_backward(*saved)
         return out, lse
@@ -172,8 +185,7 @@ class _Attention(torch.autograd.Function):
         if plan.strategy == "heads":
             found = heads.backward(dout, dlse, saved, plan, options)
         else:
-            on: OnDevice = ctx.on
-            found = gather.backward(dout, dlse, saved, plan, on, options)
+            found = ctx.by.backward(dout, dlse, saved, plan, ctx.on, options)
         return *found, None, None, None
 
 

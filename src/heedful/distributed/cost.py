@@ -18,6 +18,8 @@ LINK = 270e9
 LATENCY = 40e-6
 # Seconds of the host for one group of heads.
 HOST = 300e-6
+# Bytes/s of a merge, which reads a part and a sum of 4 bytes and writes the sum.
+MEMORY = 3e12
 
 
 def head_groups(
@@ -69,6 +71,21 @@ def heads(
     return 2 * LATENCY + arrive + compute(sum(layout.tiles(mask)) / ranks, heads[0], dims)
 
 
+def ring(
+    layout: Layout, mask: Mask, heads: tuple[int, int], dims: tuple[int, int], size: int
+) -> float:
+    """Seconds of the slowest rank: its own keys first, then as many steps as there are other ranks,
+    each of which takes as long as its kernels and merge or the next keys."""
+    slowest, others = 0.0, len(layout.shards) - 1
+    received = crossing(layout, mask).received
+    for rank, (rows, work) in enumerate(zip(received, layout.tiles(mask), strict=True)):
+        arrive = rows * sum(dims) * size * heads[1] / LINK / max(1, others)
+        merge = layout.tokens(rank) * heads[0] * dims[1] * (3 * size + 12) / MEMORY
+        step = compute(work, heads[0], dims) / (others + 1)
+        slowest = max(slowest, LATENCY + step + others * max(step + merge * (rows > 0), arrive))
+    return slowest
+
+
 def layout_for(lengths: Sequence[int], mask: Mask) -> tuple[str, str]:
     """The layout "auto", and why."""
     if mask.left is not None:
@@ -82,12 +99,13 @@ def forwards(
     layout: Layout, mask: Mask, heads_of: tuple[int, int], dims: tuple[int, int], size: int
 ) -> dict[str, float]:
     """Seconds of a forward by each strategy that can compute it."""
-    found = {"gather": gather(layout, mask, heads_of, dims, size)}
+    given = layout, mask, heads_of, dims, size
+    found = {"gather": gather(*given), "ring": ring(*given)}
     try:
         spread_heads(*heads_of, len(layout.shards))
     except ValueError:
         return found
-    return found | {"heads": heads(layout, mask, heads_of, dims, size)}
+    return found | {"heads": heads(*given)}
 
 
 def predicted(

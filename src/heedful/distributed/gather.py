@@ -13,15 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heedful.core.call.operands import Gradients
+from heedful.distributed.calls import attended, differentiated
 from heedful.distributed.cost import head_groups
-from heedful.distributed.exchange import Exchange, copy, side_by_side
+from heedful.distributed.exchange import Exchange, copy, head_start, side_by_side
 from heedful.distributed.plan import ContextPlan, OnDevice
 from heedful.distributed.schedules import Call
-from heedful.torch import attention_backward, flash_attn_func, flash_attn_varlen_func
-
-# Cycles by which a transfer's kernel is ahead of one of attention: 8 microseconds.
-HEAD_START = 15_000
 
 
 @dataclass(frozen=True)
@@ -167,10 +163,9 @@ def _parts(
     for index, part in enumerate(parts):
         if part[1] is not None:
             part[1].wait()
-        if q.device.type == "cuda" and keys and index < len(parts) - 1:
-            # A kernel of this part and a transfer that is next may begin now. The transfer, which
-            # takes few SMs, must be first: it would wait for the kernel's last work tile.
-            torch.cuda._sleep(HEAD_START)
+        if keys and index < len(parts) - 1:
+            # A kernel of this part and a transfer that is next may begin now.
+            head_start(q.device)
         yield part
 
 
@@ -185,12 +180,7 @@ def forward(
             call, heads = on.schedule.calls[index], group.queries
             given = q[call.rows, heads], *_keys_of(call, keys, k, v)
             more: dict[str, Any] = _arguments(options, on, index, group)
-            place = out[call.rows, heads]
-            if len(call.lengths_q) > 1:
-                found = flash_attn_varlen_func(*given, **more, out=place, return_lse=True)[1]
-            else:
-                dense: Any = [x[None] for x in given]
-                found = flash_attn_func(*dense, **more, out=place[None], return_lse=True)[1]
+            found = attended(given, more, out[call.rows, heads])
             lse[heads, call.rows] = found
     return out, lse
 
@@ -221,7 +211,7 @@ def backward(
             more["dlse"] = None if dlse is None else dlse[heads, call.rows]
             given = [x[call.rows, heads] for x in (dout, q)]
             given += [*_keys_of(call, keys, k, v), out[call.rows, heads], lse[heads, call.rows]]
-            found = _differentiated(given, more)
+            found = differentiated(given, more)
             queries.append((dq[call.rows, heads], found.dq))
             if sums is None:
                 dk[call.keys], dv[call.keys] = found.dk, found.dv
@@ -241,16 +231,6 @@ def backward(
     for last in sent:
         last.finish(dk, dv)
     return dq, dk, dv, _summed(dsinks, options.get("sink"))
-
-
-def _differentiated(given: list[Tensor], more: dict[str, Any]) -> Gradients:
-    """`attention_backward` of rows that are one sequence, or packed ones."""
-    if "cu_seqlens_q" in more:
-        return attention_backward(*given, **more)
-    if more["dlse"] is not None:
-        more["dlse"] = more["dlse"][None]
-    found = attention_backward(*(x[None] for x in given), **more)
-    return found._replace(dq=found.dq[0], dk=found.dk[0], dv=found.dv[0])
 
 
 def _summed(parts: list[tuple[slice, Tensor]], sink: Tensor | None) -> Tensor | None:

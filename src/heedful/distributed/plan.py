@@ -16,9 +16,10 @@ from heedful.core.call.mask import MaskSpec
 from heedful.distributed import cost
 from heedful.distributed.exchange import agree, swap
 from heedful.distributed.layouts import LAYOUTS, Layout, Mask
+from heedful.distributed.rings import Part, Step, ring_steps
 from heedful.distributed.schedules import Schedule, gathered, rows_of, spread_heads
 
-STRATEGIES = ("gather", "heads")
+STRATEGIES = ("gather", "heads", "ring")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,24 @@ class OnDevice:
     cu_k: tuple[Tensor, ...]
 
 
+@dataclass(frozen=True)
+class StepsOnDevice:
+    """Steps of the strategy "ring", and by step the cu_seqlens of queries and keys of its parts."""
+
+    steps: tuple[Step, ...]
+    cumulative: tuple[tuple[tuple[Tensor, Tensor], ...], ...]
+
+    @classmethod
+    def of(cls, layout: Layout, mask: Mask, rank: int, one_by_one: bool, device) -> "StepsOnDevice":
+        """The arguments of `rings.ring_steps`, and a device."""
+        steps = ring_steps(layout, mask, rank, one_by_one)
+
+        def both(part: Part) -> tuple[Tensor, Tensor]:
+            return _cumulative(part.lengths_q, device), _cumulative(part.lengths_k, device)
+
+        return cls(steps, tuple(tuple(map(both, step.parts)) for step in steps))
+
+
 class ContextPlan:
     """Which tokens of a batch this rank holds, and how `attention` moves keys between ranks.
 
@@ -39,7 +58,7 @@ class ContextPlan:
         group: the process group; None is the default one.
         rank, ranks: of this process, and how many there are.
         layout: the pieces of documents that each rank holds (`layouts.Layout`).
-        strategy: "gather" or "heads".
+        strategy: "gather", "heads" or "ring".
         tokens: rows of q, k and v on this rank.
         total_tokens: rows of the whole batch.
         reasons: why layout and strategy were chosen, one line each.
@@ -60,6 +79,7 @@ class ContextPlan:
         self.tokens = layout.tokens(self.rank)
         self.total_tokens = layout.starts[-1]
         self._schedule = lru_cache(maxsize=16)(self._make)
+        self._steps = lru_cache(maxsize=16)(StepsOnDevice.of)
         self._rows = lru_cache(maxsize=None)(self._rows_on)
         self._orders = lru_cache(maxsize=None)(self._make_orders)
 
@@ -127,14 +147,15 @@ class ContextPlan:
     def _make(self, mask: Mask, one_by_one: bool, device: torch.device) -> OnDevice:
         made = gathered(self.layout, mask, self.rank, one_by_one)
 
-        def cumulative(lengths: tuple[int, ...]) -> Tensor:
-            return torch.from_numpy(np.cumsum((0, *lengths), dtype=np.int32)).to(device)
-
         return OnDevice(
             made,
-            tuple(cumulative(call.lengths_q) for call in made.calls),
-            tuple(cumulative(call.lengths_k) for call in made.calls),
+            tuple(_cumulative(call.lengths_q, device) for call in made.calls),
+            tuple(_cumulative(call.lengths_k, device) for call in made.calls),
         )
+
+    def steps(self, mask: Mask, one_by_one: bool, device: torch.device) -> StepsOnDevice:
+        """This rank's steps of a ring for a mask, made at their first use and kept."""
+        return self._steps(self.layout, mask, self.rank, one_by_one, device)
 
     def _rows_on(self, device: torch.device, rank: int) -> Tensor:
         return torch.from_numpy(rows_of(self.layout, rank)).to(device)
@@ -201,7 +222,8 @@ def plan(
         layout: "zigzag", "contiguous", "documents", or "auto": contiguous under a window, else
             zigzag for one document and documents for several.
         strategy: "gather" (keys and values that are seen travel), "heads" (ranks exchange tokens
-            for heads), or "auto": the one whose forward takes least, by `cost`.
+            for heads), "ring" (keys of one rank at a time, least memory), or "auto": that of the
+            first two whose forward takes less, by `cost`.
         options: anything else that ranks should agree on, compared by its repr.
 
     Returns:
@@ -248,6 +270,10 @@ def mask_of(causal: Any, window_size: Any) -> Mask:
     return Mask(*bounds, first=spec.first)
 
 
+def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.cumsum((0, *lengths), dtype=np.int32)).to(device)
+
+
 def _group(group: Any) -> dist.ProcessGroup | None:
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("plan needs torch.distributed: call init_process_group before")
@@ -290,9 +316,9 @@ def _strategy(
     if name != "auto":
         return name, "as asked"
     waits = cost.forwards(layout, mask, heads, dims, dtype.itemsize)
-    if len(waits) < 2:
+    if "heads" not in waits:
         return "gather", "heads do not spread evenly over the ranks"
-    chosen = min(waits, key=lambda which: waits[which])
+    chosen = min(("gather", "heads"), key=lambda which: waits[which])
     told = ", ".join(f"{which} {wait * 1e3:.3f} ms" for which, wait in waits.items())
     return chosen, f"predicted time of a forward: {told}"
 

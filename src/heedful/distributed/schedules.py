@@ -110,8 +110,8 @@ def crossing(layout: Layout, mask: Mask) -> Crossing:
     ranks = range(len(layout.shards))
     local, remote = zip(*(_split(layout, mask, rank) for rank in ranks), strict=True)
     seen = tuple(_seen(layout, mask, pieces) for pieces in remote)
-    held = [[_rows(layout, piece) for piece in shard] for shard in layout.shards]
-    runs = tuple(tuple(_runs_of(held[a], seen[b]) if a != b else () for b in ranks) for a in ranks)
+    held = [[batch_rows(layout, piece) for piece in shard] for shard in layout.shards]
+    runs = tuple(tuple(runs_of(held[a], seen[b]) if a != b else () for b in ranks) for a in ranks)
     return Crossing(
         local,
         remote,
@@ -127,13 +127,13 @@ def gathered(layout: Layout, mask: Mask, rank: int, one_by_one: bool = False) ->
     as the place of its dropout mask, differs between them."""
     between = crossing(layout, mask)
     sent, ranks = between.runs[rank], range(len(layout.shards))
-    needed = _union([*between.seen[rank], *(run for runs in sent for run in runs)])
-    rows = [_rows(layout, piece) for piece in layout.shards[rank]]
+    needed = union([*between.seen[rank], *(run for runs in sent for run in runs)])
+    rows = [batch_rows(layout, piece) for piece in layout.shards[rank]]
     place, held = Places(needed), Places(rows)
     local, remote = between.local[rank], between.remote[rank]
     return Schedule(
         count=place.count,
-        own=tuple((held.of(run), place.of(run)) for run in _runs_of(rows, needed)),
+        own=tuple((held.of(run), place.of(run)) for run in runs_of(rows, needed)),
         sent=tuple(tuple(map(place.of, runs)) for runs in sent),
         received=tuple(tuple(map(place.of, between.runs[other][rank])) for other in ranks),
         calls=(
@@ -146,7 +146,8 @@ def gathered(layout: Layout, mask: Mask, rank: int, one_by_one: bool = False) ->
     )
 
 
-def _rows(layout: Layout, piece: Piece) -> Rows:
+def batch_rows(layout: Layout, piece: Piece) -> Rows:
+    """The rows of the batch that are a piece."""
     start = layout.starts[piece.document]
     return start + piece.begin, start + piece.end
 
@@ -157,7 +158,7 @@ def _fewest(layout: Layout, mask: Mask, pieces: Sequence[Sequence[Piece]]) -> in
     return min(sum(mask.tiles(piece, lengths[piece.document]) for piece in p) for p in pieces)
 
 
-def _union(runs: Iterable[Rows]) -> tuple[Rows, ...]:
+def union(runs: Iterable[Rows]) -> tuple[Rows, ...]:
     """All rows of the runs, in order, as few runs."""
     found: list[Rows] = []
     for begin, end in sorted(runs):
@@ -168,7 +169,7 @@ def _union(runs: Iterable[Rows]) -> tuple[Rows, ...]:
     return tuple(found)
 
 
-def _runs_of(held: Sequence[Rows], taken: tuple[Rows, ...]) -> tuple[Rows, ...]:
+def runs_of(held: Sequence[Rows], taken: tuple[Rows, ...]) -> tuple[Rows, ...]:
     """The taken ones of the rows that a rank holds, as runs that follow one another both in the
     batch and on the rank."""
     found: list[Rows] = []
@@ -226,7 +227,7 @@ def _calls(
             first, keys = 0, slice(place.of((start, start + 1)).start, keys.stop)
         call = Call(
             is_local=place is held,
-            rows=held.of(_rows(layout, piece)),
+            rows=held.of(batch_rows(layout, piece)),
             keys=keys,
             lengths_q=(len(piece),),
             lengths_k=(keys.stop - keys.start,),
@@ -272,7 +273,7 @@ def _seen(layout: Layout, mask: Mask, pieces: Sequence[Piece]) -> tuple[Rows, ..
         start, length = layout.starts[piece.document], layout.lengths[piece.document]
         begin, end = mask.keys(piece, length)
         found += [(start, start + mask.leading(piece, length)), (start + begin, start + end)]
-    return _union(found)
+    return union(found)
 
 
 def rows_of(layout: Layout, rank: int) -> np.ndarray:

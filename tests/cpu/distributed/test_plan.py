@@ -262,7 +262,7 @@ def test_a_forward_over_ranks_that_are_not_there_is_predicted():
     # The first rank sees all keys, and holds a 64th of them.
     assert f"at most {131072 * 63 / 64 * 8 * 256 * 2 / 2**20:.1f} MiB" in received
     # 32 query heads over 8 of keys do not spread over 64 ranks.
-    assert [line.split(":")[0] for line in strategies] == ["gather"]
+    assert [line.split(":")[0] for line in strategies] == ["gather", "ring"]
     few = predicted("-s 4096 --seqlen-k 77 --ranks 2")
     assert few.returncode == 2 and "as many keys as queries" in few.stderr
 

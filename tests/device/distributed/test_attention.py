@@ -9,14 +9,20 @@ from heedful.bench.parallel import captured
 from heedful.distributed import attention, plan
 from support.problems import budget
 from support.problems.cases import build
-from support.runs.context import CASES, computed
+from support.runs.context import CASES, NOT_IN_RINGS, computed
 from support.runs.ranks import Ranks
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-WAYS = [("gather", "zigzag"), ("gather", "documents"), ("heads", "documents")]
+WAYS = [
+    ("gather", "zigzag"),
+    ("gather", "documents"),
+    ("heads", "documents"),
+    ("ring", "zigzag"),
+    ("ring", "documents"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +36,8 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_gpus_compute_what_the_oracle_does(ranks, name, dim, strategy, layout):
+    if strategy == "ring" and name in NOT_IN_RINGS:
+        pytest.skip("refused by name")
     case = replace(CASES[name], head_dim=dim, head_dim_v=dim, dtype="bfloat16")
     found, *_ = ranks.run(computed, case, strategy, layout, "cuda")
     budget.check(build(case), found)
@@ -56,7 +64,7 @@ def replayed(rank: int, count: int, strategy: str, lengths: list[int]) -> list[b
     return [torch.equal(x, y) for x, y in zip(found, kept[0], strict=True)]
 
 
-@pytest.mark.parametrize("strategy", ["gather", "heads"])
+@pytest.mark.parametrize("strategy", ["gather", "heads", "ring"])
 @pytest.mark.parametrize("lengths", [[16384], [9000, 400, 2000, 3000, 1984]], ids=["one", "five"])
 def test_a_replayed_graph_of_a_step_gives_its_bits(ranks, strategy, lengths):
     for found in ranks.run(replayed, strategy, lengths):

@@ -45,6 +45,10 @@ CASES = {
 }
 
 
+# What the strategy "ring" refuses.
+NOT_IN_RINGS = ("ALiBi", "first keys")
+
+
 def planned(case: Case, strategy: str, layout: str) -> ContextPlan:
     return plan(
         lengths=case.lens_q,

@@ -236,3 +236,28 @@ def test_lengths_past_their_storage_are_refused():
     keywords["cu_seqlens_k"] = keywords["cu_seqlens_k"] + 1
     with pytest.raises(ValueError, match="^cu_seqlens_k must end within"):
         heedful.attention_backward(torch.randn_like(out), *built.x[:3], out, lse, **keywords)
+
+
+# Short sequences without a softcap have a way of their own. Some rows see one key of a part.
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize(("length", "dropout_p"), [(40, 0.0), (40, 0.3), (600, 0.0)])
+def test_gradients_from_parts_of_the_keys_add_up_to_those_of_all(length, dropout_p, softcap):
+    torch.manual_seed(length)
+    q, dout = torch.randn(2, 1, length, 4, 16).unbind()
+    k, v = torch.randn(2, 1, length, 2, 16).unbind()
+    drops: Any = {"dropout_p": dropout_p, "dropout_seed": 3, "softcap": softcap}
+    out, lse = heedful.flash_attn_func(q, k, v, causal=True, return_lse=True, **drops)
+    want = heedful.attention_backward(dout, q, k, v, out, lse, dlse=lse, causal=True, **drops)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for keys in (slice(0, length - 12), slice(length - 12, length)):
+        # The last row is on the last key, or behind it.
+        rows = slice(keys.start, None)
+        window = (-1, length - keys.stop)
+        drops["dropout_origin"] = (0, 0, keys.start, keys.start)
+        parts = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows]
+        got = heedful.attention_backward(*parts, dlse=parts[-1], window_size=window, **drops)
+        dq[:, rows] += got.dq
+        dk[:, keys], dv[:, keys] = got.dk, got.dv
+    for got, part in zip(want, (dq, dk, dv), strict=False):
+        # A few roundings of sums of as many terms as there are keys.
+        assert (got - part).abs().max() <= got.abs().max() * 2**-18

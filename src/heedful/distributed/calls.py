@@ -1,0 +1,28 @@
+"""Calls on rows that are one sequence, or packed ones: more than one has cu_seqlens."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from heedful.core.call.operands import Gradients
+from heedful.torch import attention_backward, flash_attn_func, flash_attn_varlen_func
+
+
+def attended(given: Sequence[Tensor], more: dict[str, Any], out: Tensor) -> Tensor:
+    """Writes the attention of q, k and v, which are packed rows, to `out`; returns lse."""
+    if "cu_seqlens_q" in more:
+        packed: Any = given
+        return flash_attn_varlen_func(*packed, **more, out=out, return_lse=True)[1]
+    dense: Any = [x[None] for x in given]
+    return flash_attn_func(*dense, **more, out=out[None], return_lse=True)[1][0]
+
+
+def differentiated(given: Sequence[Tensor], more: dict[str, Any]) -> Gradients:
+    """`attention_backward` of dout, q, k, v, out and lse, and of dlse in `more`."""
+    if "cu_seqlens_q" in more:
+        return attention_backward(*given, **more)
+    if more["dlse"] is not None:
+        more["dlse"] = more["dlse"][None]
+    found = attention_backward(*(x[None] for x in given), **more)
+    return found._replace(dq=found.dq[0], dk=found.dk[0], dv=found.dv[0])

@@ -1,0 +1,159 @@
+"""The strategy "ring": a rank holds the keys of one other rank at a time, and those of the next are
+on their way beside the kernels (Ring Attention, arXiv 2310.01889).
+
+Parts of a query's attention are merged in float32, and rounded once. Gradients of parts, from out
+and lse of all keys, are summed in float32, in the order of steps. A sink enters the part with a
+row's own keys.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heedful.distributed.calls import attended, differentiated
+from heedful.distributed.exchange import Exchange, head_start, side_by_side
+from heedful.distributed.plan import ContextPlan, StepsOnDevice
+from heedful.distributed.rings import Part, Step
+
+
+def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merges the attention over other keys into float32 `out`, (rows, heads, dim), and `lse`,
+    (heads, rows). A row that sees none of them has -inf."""
+    weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
+    out.lerp_(part.to(out.dtype), weight.T[..., None])
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def _exchange(
+    made: ContextPlan, step: Step, sent: list[Tensor], into: list[Tensor], like: Tensor
+) -> Exchange:
+    """sent goes to the step's target, into comes from its source."""
+    leaving: list[list[Tensor]] = [[] for _ in range(made.ranks)]
+    coming = list(leaving)
+    leaving[step.target], coming[step.source] = sent, into
+    return Exchange(made.group, leaving, coming, step.rounds, like)
+
+
+def _steps(
+    k: Tensor, v: Tensor, made: ContextPlan, on: StepsOnDevice
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The index of each step, with its keys and values, which have arrived; those of the next are
+    on their way."""
+    dims, steps = (k.shape[-1], v.shape[-1]), on.steps
+    mine = k.new_empty((len(k), k.shape[1], sum(dims)))
+    if any(step.sent for step in steps):
+        side_by_side([k, v], mine)
+    coming = None
+    for index in range(len(steps)):
+        if coming is not None:
+            coming[0].wait()
+            (k, v), coming = coming[1].split(dims, -1), None
+        if index + 1 < len(steps):
+            after = steps[index + 1]
+            rows = mine.new_empty((after.count, *mine.shape[1:]))
+            runs = [mine[run] for run in after.sent], [rows[run] for run in after.received]
+            coming = _exchange(made, after, *runs, mine), rows
+            head_start(k.device)
+        yield index, k, v
+
+
+def _calls(
+    on: StepsOnDevice, index: int, options: dict[str, Any]
+) -> Iterator[tuple[Part, dict[str, Any]]]:
+    """The parts of a step, with the arguments of their calls but for tensors with rows."""
+    for part, cumulative in zip(on.steps[index].parts, on.cumulative[index], strict=True):
+        made = options | {"window_size": part.window}
+        if not part.is_own:
+            made["sink"] = None
+        if len(part.lengths_q) > 1:
+            made["cu_seqlens_q"], made["cu_seqlens_k"] = cumulative
+            made["max_seqlen_q"], made["max_seqlen_k"] = max(part.lengths_q), max(part.lengths_k)
+        if made.get("dropout_p"):
+            ((document, row, key),) = part.begins
+            made["dropout_origin"] = document, 0, row, key
+        yield part, made
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, made: ContextPlan, on: StepsOnDevice, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """out and lse of this rank's queries."""
+    shape = *q.shape[:2], v.shape[-1]
+    out = torch.empty(shape, dtype=torch.float32, device=q.device)
+    lse = torch.empty((q.shape[1], len(q)), dtype=torch.float32, device=q.device)
+    for index, keys, values in _steps(k, v, made, on):
+        for part, more in _calls(on, index, options):
+            rows = q[part.rows]
+            given = rows, keys[part.keys], values[part.keys]
+            found = rows.new_empty((len(rows), *shape[1:]))
+            found_lse = attended(given, more, found)
+            if part.is_own:
+                out[part.rows], lse[:, part.rows] = found, found_lse
+            else:
+                merge_into(out[part.rows], lse[:, part.rows], found, found_lse)
+    return out.to(q.dtype), lse
+
+
+class _Sums:
+    """Gradients of rows of k and v, side by side, in float32."""
+
+    def __init__(self, like: Tensor, rows: int, dims: tuple[int, int]):
+        shape = rows, like.shape[1], sum(dims)
+        self.rows = torch.zeros(shape, dtype=torch.float32, device=like.device)
+        self.dk, self.dv = self.rows.split(dims, -1)
+
+    def add(self, keys: slice, dk: Tensor, dv: Tensor) -> None:
+        self.dk[keys] += dk
+        self.dv[keys] += dv
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    saved: tuple[Tensor, ...],
+    made: ContextPlan,
+    on: StepsOnDevice,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv of this rank's rows, and this rank's part of dsink. saved: q, k, v, out, lse."""
+    q, k, v, out, lse = saved
+    dims, sink = (k.shape[-1], v.shape[-1]), options.get("sink")
+    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    dsink = None if sink is None else torch.zeros_like(sink)
+    own = _Sums(k, len(k), dims)
+    sent: list[tuple[Exchange, Step, list[Tensor]]] = []
+    for index, keys, values in _steps(k, v, made, on):
+        step = on.steps[index]
+        sums = _Sums(k, step.count, dims) if step.rounds else own
+        for part, more in _calls(on, index, options):
+            rows = part.rows
+            more["dlse"] = None if dlse is None else dlse[:, rows]
+            given = dout[rows], q[rows], keys[part.keys], values[part.keys]
+            found = differentiated((*given, out[rows], lse[:, rows]), more)
+            dq[rows] += found.dq
+            sums.add(part.keys, found.dk, found.dv)
+            if dsink is not None and found.dsink is not None:
+                dsink += found.dsink
+        for earlier in sent:
+            _finish(own, *earlier)
+        sent = [_returned(sums, made, step)] if step.rounds else []
+    for earlier in sent:
+        _finish(own, *earlier)
+    return dq.to(q.dtype), own.dk.to(k.dtype), own.dv.to(v.dtype), dsink
+
+
+def _returned(sums: _Sums, made: ContextPlan, step: Step) -> tuple[Exchange, Step, list[Tensor]]:
+    """Begins to send gradients to the rank whose rows they are of."""
+    rows = sums.rows
+    parts = [rows.new_empty((run.stop - run.start, *rows.shape[1:])) for run in step.sent]
+    back = Step(step.target, step.source, 0, (), (), step.rounds, ())
+    return _exchange(made, back, [rows[run] for run in step.received], parts, rows), step, parts
+
+
+def _finish(own: _Sums, exchange: Exchange, step: Step, parts: list[Tensor]) -> None:
+    """Adds what another rank found of this rank's rows."""
+    exchange.wait()
+    for run, part in zip(step.sent, parts, strict=True):
+        own.rows[run] += part
