@@ -28,15 +28,17 @@ def head_groups(
     dims: tuple[int, int],
     size: int,
     backward: bool = False,
+    replayed: bool = True,
 ) -> tuple[list[int], bool]:
     """How many KV heads each group has, in which keys are sent, and whether the local calls of each
     rank take longer than all keys. Else the first group is small, since nothing runs before it has
     arrived, but its kernel runs longer than the host needs for the next. In a backward the last
-    group is one head: nothing runs beside its gradients."""
+    group is one head: nothing runs beside its gradients. replayed: the host's time costs nothing. A
+    forward that is no replay waits for the host to ask for all groups: for few keys it has one."""
     local, remote = (compute(tiles, heads[0], dims) for tiles in needs.fewest)
     arrive = needs.most_received * sum(dims) * size * heads[1] / LINK
     is_hidden = local >= arrive
-    if arrive < LATENCY or heads[1] == 1:
+    if arrive < (LATENCY if replayed or backward else HOST) or heads[1] == 1:
         return [heads[1]], is_hidden
     first = heads[1] // 4 if remote == 0 else min(heads[1] // 4, ceil(HOST / remote * heads[1]))
     ends = [max(1, first)] * (not is_hidden), [1] * (backward and heads[1] > 3)

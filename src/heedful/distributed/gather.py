@@ -37,7 +37,9 @@ def groups(
     sizes, is_hidden = [heads[1]], True
     if q.device.type == "cuda":
         dims = k.shape[-1], v.shape[-1]
-        sizes, is_hidden = head_groups(on.schedule, heads, dims, k.itemsize, backward)
+        # All ranks capture a step, or none does.
+        replayed = torch.cuda.is_current_stream_capturing()
+        sizes, is_hidden = head_groups(on.schedule, heads, dims, k.itemsize, backward, replayed)
     each, begin, found = heads[0] // heads[1], 0, []
     for size in sizes:
         end = begin + size

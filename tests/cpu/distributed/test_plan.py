@@ -279,6 +279,18 @@ def test_longer_documents_and_fewer_ranks_waste_less():
     assert share(65536, 8) < share(65536, 4) < share(65536, 2)
 
 
+def test_a_call_asks_for_few_keys_at_once_and_a_replay_in_groups():
+    def sizes(length: int, replayed: bool, backward: bool = False) -> list[int]:
+        layout = LAYOUTS["zigzag"]([length], 2, CAUSAL)
+        needs = cost.crossing(layout, CAUSAL)
+        return cost.head_groups(needs, (32, 8), (128, 128), 2, backward, replayed)[0]
+
+    # 32 MiB arrive sooner than the host asks for another group.
+    assert sizes(16384, True) == [2, 6] and sizes(16384, False) == [8]
+    assert len(sizes(131072, False)) == len(sizes(131072, True)) == 2
+    assert sizes(16384, False, backward=True) == sizes(16384, True, backward=True)
+
+
 def dies(rank: int, count: int, when: str) -> tuple[str, float]:
     """Rank 1 ends before the step, or before its backward; what the others meet, and how late."""
     made = planned(lengths=[1024])
