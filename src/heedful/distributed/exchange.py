@@ -147,9 +147,3 @@ def words_of(x: Tensor) -> Tensor:
     steps = *x.stride()[:-1], x.shape[-1], x.storage_offset()
     fits = x.stride(-1) == 1 and not any(step % ratio for step in steps)
     return x.view(torch.int64) if fits else x
-
-
-def taken(rows: Tensor, index: Tensor) -> Tensor:
-    """rows[index] along dim 0, of contiguous rows, in wide words."""
-    found = words_of(rows.flatten(1)).index_select(0, index)
-    return found.view(rows.dtype).view(len(index), *rows.shape[1:])

@@ -2,54 +2,103 @@
 some heads (DeepSpeed-Ulysses, arXiv 2309.14509), and back. KV heads of which there are fewer than
 ranks are replicated."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from heedful.distributed.exchange import copy, swap, taken
+from heedful.distributed.exchange import Exchange, copy, side_by_side
 from heedful.distributed.plan import ContextPlan
 from heedful.distributed.schedules import spread_heads
 from heedful.torch import attention_backward, flash_attn_varlen_func
 
+# [begin, end) of the heads of every rank.
+Spans = list[tuple[int, int]]
 
-def _spans(made: ContextPlan, kind: str) -> list[tuple[int, int]]:
-    """The heads of every rank: "queries" or "keys"."""
+
+def _spans(made: ContextPlan, kind: str) -> Spans:
+    """Of "queries" or "keys"."""
     return [getattr(heads, kind) for heads in spread_heads(*made.heads, made.ranks)]
 
 
-def to_heads(rows: Tensor, made: ContextPlan, spans: list[tuple[int, int]]) -> Tensor:
-    """This rank's rows of all heads -> all rows of the batch, in order, of this rank's heads."""
-    counts = [len(rows) * (end - begin) * rows.shape[-1] for begin, end in spans]
-    sent = rows.new_empty(sum(counts))
-    for (begin, end), part in zip(spans, sent.split(counts), strict=True):
-        copy(part.view(len(rows), end - begin, rows.shape[-1]), rows[:, begin:end])
-    begin, end = spans[made.rank]
-    width = (end - begin) * rows.shape[-1]
-    received = [made.layout.tokens(rank) * width for rank in range(made.ranks)]
-    got = swap(made.group, sent, counts, received).wait()
-    every = got.view(made.total_tokens, end - begin, rows.shape[-1])
-    return taken(every, made.order(rows.device))
+def to_heads(parts: Sequence[tuple[Tensor, Spans]], made: ContextPlan) -> list[Tensor]:
+    """This rank's rows of all heads -> all rows of the batch, in order, of this rank's heads: views
+    of one buffer, in which a row has the heads of one part after those of another."""
+
+    def columns(rank: int) -> list[Tensor]:
+        return [x[:, slice(*spans[rank])].flatten(1) for x, spans in parts]
+
+    mine, places = columns(made.rank), made.places
+    widths = [part.shape[1] for part in mine]
+    every = mine[0].new_empty((made.total_tokens, sum(widths)))
+    for rows, place in places[made.rank]:
+        side_by_side([part[rows] for part in mine], every[place])
+    sent: list[list[Tensor]] = [[] for _ in places]
+    into: list[list[Tensor]] = [[] for _ in places]
+    for rank, theirs in enumerate(places):
+        if rank != made.rank:
+            leaving = columns(rank)
+            width = sum(part.shape[1] for part in leaving)
+            packed = every.new_empty((made.tokens, width))
+            side_by_side(leaving, packed)
+            sent[rank] = [packed[rows].view(-1) for rows, _ in places[made.rank]]
+            into[rank] = [every[place].view(-1) for _, place in theirs]
+    Exchange(made.group, sent, into, made.rounds, every.view(-1)).wait()
+    arrived = zip(every.split(widths, 1), parts, strict=True)
+    return [part.unflatten(1, (-1, x.shape[-1])) for part, (x, _) in arrived]
 
 
-def from_heads(every: Tensor, made: ContextPlan, spans: list[tuple[int, int]]) -> Tensor:
-    """The reverse of `to_heads`. Where several ranks have a head, their rows are added in
-    float32."""
-    dim, (begin, end) = every.shape[-1], spans[made.rank]
-    ordered = taken(every, made.rank_order(every.device))
-    counts = [made.layout.tokens(rank) * (end - begin) * dim for rank in range(made.ranks)]
-    received = [made.tokens * (b - a) * dim for a, b in spans]
-    got = swap(made.group, ordered.reshape(-1), counts, received).wait().split(received)
-    parts = [part.view(made.tokens, b - a, dim) for part, (a, b) in zip(got, spans, strict=True)]
+def from_heads(every: Tensor, widths: Sequence[int], made: ContextPlan) -> list[Tensor]:
+    """All rows of the batch, of what this rank has for each -> this rank's rows, by the rank that
+    has them. every: contiguous (total_tokens, width); widths: of every rank."""
+    places = made.places
+    found = [every.new_empty((made.tokens, width)) for width in widths]
+    sent: list[list[Tensor]] = [[] for _ in places]
+    into: list[list[Tensor]] = [[] for _ in places]
+    for rank, theirs in enumerate(places):
+        if rank != made.rank:
+            sent[rank] = [every[place].view(-1) for _, place in theirs]
+            into[rank] = [found[rank][rows].view(-1) for rows, _ in places[made.rank]]
+    exchange = Exchange(made.group, sent, into, made.rounds, every.view(-1))
+    for rows, place in places[made.rank]:
+        copy(found[made.rank][rows], every[place])
+    exchange.wait()
+    return found
+
+
+def _put_together(parts: list[Tensor], spans: Spans, dim: int) -> Tensor:
+    """(rows, heads, dim) from what every rank has of its heads, (rows, width). Where several ranks
+    have a head, their rows are added in float32."""
     if len(set(spans)) == len(spans):
-        found = every.new_empty((made.tokens, spans[-1][1], dim))
-        for part, (a, b) in zip(parts, spans, strict=True):
-            copy(found[:, a:b], part)
-        return found
+        whole = parts[0].new_empty((len(parts[0]), spans[-1][1] * dim))
+        side_by_side(parts, whole)
+        return whole.unflatten(1, (-1, dim))
     sums: dict[tuple[int, int], Tensor] = {}
     for part, span in zip(parts, spans, strict=True):
         sums[span] = sums[span] + part if span in sums else part.float()
-    return torch.cat(list(sums.values()), dim=1).to(every.dtype)
+    return torch.cat(list(sums.values()), dim=1).to(parts[0].dtype).unflatten(1, (-1, dim))
+
+
+def _aligned(count: int, size: int) -> int:
+    """So many elements, or more, that what follows lies at a multiple of 16 bytes."""
+    return -(-count * size // 16) * 16 // size
+
+
+class _Results:
+    """out beside lse, as one buffer of rows: results travel together."""
+
+    def __init__(self, like: Tensor, rows: int, heads: int, dim: int):
+        size = like.itemsize
+        begin = _aligned(heads * dim, size)
+        self.width = begin + _aligned(heads * 4 // size, size)
+        self._out, self._lse = slice(heads * dim), slice(begin, begin + heads * 4 // size)
+        self.rows, self._dim = like.new_empty((rows, self.width)), dim
+
+    def views(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Of such rows out (rows, heads, dim), and lse (rows, heads) in float32."""
+        out = rows[:, self._out].unflatten(1, (-1, self._dim))
+        return out, rows[:, self._lse].view(torch.float32)
 
 
 def _call(options: dict[str, Any], made: ContextPlan, device: torch.device) -> dict[str, Any]:
@@ -75,10 +124,23 @@ def forward(
     """out and lse of this rank's queries, and what `backward` wants: q, k, v, out and lse of this
     rank's heads."""
     queries, keys = _spans(made, "queries"), _spans(made, "keys")
-    mine = to_heads(q, made, queries), to_heads(k, made, keys), to_heads(v, made, keys)
-    out, lse = flash_attn_varlen_func(*mine, **_call(options, made, q.device), return_lse=True)
-    columns = from_heads(lse.T[..., None].contiguous(), made, queries)
-    return from_heads(out, made, queries), columns[..., 0].T, (*mine, out, lse)
+    mine: Any = to_heads([(q, queries), (k, keys), (v, keys)], made)
+    dim = v.shape[-1]
+    results = [
+        _Results(q, made.total_tokens * (r == made.rank), end - begin, dim)
+        for r, (begin, end) in enumerate(queries)
+    ]
+    here = results[made.rank]
+    out, columns = here.views(here.rows)
+    call = _call(options, made, q.device)
+    lse = flash_attn_varlen_func(*mine, **call, out=out, return_lse=True)[1]
+    columns.copy_(lse.T)
+    widths = [result.width for result in results]
+    found = from_heads(here.rows, widths, made)
+    views = [result.views(rows) for result, rows in zip(results, found, strict=True)]
+    outs = [part.flatten(1) for part, _ in views]
+    every_lse = torch.cat([part for _, part in views], dim=1).T
+    return _put_together(outs, queries, dim), every_lse, (*mine, out, lse)
 
 
 def backward(
@@ -92,17 +154,27 @@ def backward(
     q, k, v, out, lse = saved
     queries, keys = _spans(made, "queries"), _spans(made, "keys")
     if dlse is not None:
-        dlse = to_heads(dlse.T[..., None].contiguous(), made, queries)[..., 0].T
+        (columns,) = to_heads([(dlse.T[..., None].contiguous(), queries)], made)
+        dlse = columns[..., 0].T
     call = _call(options, made, q.device)
-    dout = to_heads(dout, made, queries)
-    found = attention_backward(dout, q, k, v, out, lse, dlse=dlse, **call)
+    (dout,) = to_heads([(dout, queries)], made)
+    grads = attention_backward(dout, q, k, v, out, lse, dlse=dlse, **call)
     dsink = None
     if options.get("sink") is not None:
         dsink = torch.zeros_like(options["sink"])
-        dsink[slice(*queries[made.rank])] = found.dsink
-    return (
-        from_heads(found.dq, made, queries),
-        from_heads(found.dk, made, keys),
-        from_heads(found.dv, made, keys),
-        dsink,
+        dsink[slice(*queries[made.rank])] = grads.dsink
+    kinds = (grads.dq, queries), (grads.dk, keys), (grads.dv, keys)
+    # By rank the columns of each gradient.
+    sizes = [
+        [(b - a) * x.shape[-1] for x, (a, b) in zip(grads, spans, strict=False)]
+        for spans in zip(queries, keys, keys, strict=True)
+    ]
+    packed = q.new_empty((made.total_tokens, sum(sizes[made.rank])))
+    side_by_side([x.flatten(1) for x, _ in kinds], packed)
+    rows = from_heads(packed, [*map(sum, sizes)], made)
+    split = zip(*(part.split(size, 1) for part, size in zip(rows, sizes, strict=True)), strict=True)
+    dq, dk, dv = (
+        _put_together(list(parts), spans, x.shape[-1])
+        for parts, (x, spans) in zip(split, kinds, strict=True)
     )
+    return dq, dk, dv, dsink

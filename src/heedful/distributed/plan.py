@@ -17,7 +17,7 @@ from heedful.distributed import cost
 from heedful.distributed.exchange import agree, swap
 from heedful.distributed.layouts import LAYOUTS, Layout, Mask
 from heedful.distributed.rings import Part, Step, ring_steps
-from heedful.distributed.schedules import Schedule, gathered, rows_of, spread_heads
+from heedful.distributed.schedules import Schedule, gathered, places_of, rows_of, spread_heads
 
 STRATEGIES = ("gather", "heads", "ring")
 
@@ -78,6 +78,9 @@ class ContextPlan:
         self.mask, self.reasons = mask, tuple(reasons)
         self.tokens = layout.tokens(self.rank)
         self.total_tokens = layout.starts[-1]
+        # By rank, where its rows lie in the batch; the most slices that a rank has.
+        self.places = tuple(places_of(layout, rank) for rank in range(self.ranks))
+        self.rounds = max(map(len, self.places))
         self._schedule = lru_cache(maxsize=16)(self._make)
         self._steps = lru_cache(maxsize=16)(StepsOnDevice.of)
         self._rows = lru_cache(maxsize=None)(self._rows_on)
@@ -160,22 +163,18 @@ class ContextPlan:
     def _rows_on(self, device: torch.device, rank: int) -> Tensor:
         return torch.from_numpy(rows_of(self.layout, rank)).to(device)
 
-    def rank_order(self, device: torch.device) -> Tensor:
-        """The rows of the batch, ordered by rank."""
-        return self._orders(device)[0]
-
     def order(self, device: torch.device) -> Tensor:
-        """For each row of the batch, its index in `rank_order`."""
-        return self._orders(device)[1]
+        """For each row of the batch, its index among the rows of all ranks, ordered by rank."""
+        return self._orders(device)[0]
 
     def whole(self, device: torch.device) -> tuple[Tensor, int]:
         """cu_seqlens of the whole batch, and its longest document."""
-        return self._orders(device)[2], max(self.layout.lengths)
+        return self._orders(device)[1], max(self.layout.lengths)
 
-    def _make_orders(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    def _make_orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
         held = torch.cat([self._rows(device, rank) for rank in range(self.ranks)])
         starts = torch.tensor(self.layout.starts, dtype=torch.int32, device=device)
-        return held, torch.argsort(held), starts
+        return torch.argsort(held), starts
 
     def explain(self) -> str:
         """Layout, strategy and why; each rank's tokens and tiles; what is sent."""

@@ -276,6 +276,13 @@ def _seen(layout: Layout, mask: Mask, pieces: Sequence[Piece]) -> tuple[Rows, ..
     return union(found)
 
 
+def places_of(layout: Layout, rank: int) -> tuple[tuple[slice, slice], ...]:
+    """Where a rank's rows lie in the batch: (its rows, those of the batch), as few slices."""
+    pieces = [batch_rows(layout, piece) for piece in layout.shards[rank]]
+    held = Places(pieces)
+    return tuple((held.of(run), slice(*run)) for run in runs_of(pieces, union(pieces)))
+
+
 def rows_of(layout: Layout, rank: int) -> np.ndarray:
     """The rows of the whole batch that a rank holds, int64, in its order."""
     starts = layout.starts
