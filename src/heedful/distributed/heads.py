@@ -18,7 +18,7 @@ Spans = list[tuple[int, int]]
 
 
 def _spans(made: ContextPlan, kind: str) -> Spans:
-    """Of "queries" or "keys"."""
+    """The heads of one kind, "queries" or "keys"."""
     return [getattr(heads, kind) for heads in spread_heads(*made.heads, made.ranks)]
 
 
@@ -96,7 +96,7 @@ class _Results:
         self.rows, self._dim = like.new_empty((rows, self.width)), dim
 
     def views(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Of such rows out (rows, heads, dim), and lse (rows, heads) in float32."""
+        """out (rows, heads, dim), and lse (rows, heads) in float32, of such rows."""
         out = rows[:, self._out].unflatten(1, (-1, self._dim))
         return out, rows[:, self._lse].view(torch.float32)
 
