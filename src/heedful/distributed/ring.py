@@ -87,7 +87,9 @@ def forward(
         for part, more in _calls(on, index, options):
             rows = q[part.rows]
             given = rows, keys[part.keys], values[part.keys]
-            found = rows.new_empty((len(rows), *shape[1:]))
+            # Hopper stores 16 bits; other kernels would be slow there.
+            exact = torch.float32 if q.device.type == "cpu" else q.dtype
+            found = rows.new_empty((len(rows), *shape[1:]), dtype=exact)
             found_lse = attended(given, more, found)
             if part.is_own:
                 out[part.rows], lse[:, part.rows] = found, found_lse

@@ -517,8 +517,11 @@ def has_latent_rows(stored: ArraySpec) -> bool:
 
 
 def check_out(out: ArraySpec, q: ArraySpec, v: ArraySpec) -> None:
-    """TypeError or ValueError unless `out` is a place for the result of q and v."""
-    check_dtype("out", out.dtype, *(FLOATS if q.dtype in FP8 else (q.dtype,)))
+    """TypeError or ValueError unless `out` is a place for the result of q and v. Float32 rounds
+    nothing: parts of the keys are merged after."""
+    check_dtype(
+        "out", out.dtype, *(FLOATS if q.dtype in FP8 else dict.fromkeys((q.dtype, "float32")))
+    )
     check_shape("out", out.shape, (*q.shape[:-1], head_dim_v(v)), "of q with v's head_dim")
     check_last_dim("out", out)
     check_writable("out", out)

@@ -488,7 +488,7 @@ VARIANTS: tuple[Variant, ...] = (
         {"cpu": "run"},
         FLOATS,
         _OF_SDPA | {"gqa", "seqused", "uneven_rows"},
-        gates=(gates.sdpa_mask, gates.sdpa_lengths, gates.sdpa_log_sum_exp),
+        gates=(gates.sdpa_mask, gates.sdpa_lengths, gates.sdpa_log_sum_exp, gates.out_as_in),
         **_SDPA,
     ),
     Variant(

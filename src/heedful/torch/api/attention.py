@@ -103,7 +103,8 @@ def flash_attn_func(
             that it is a shard of, each from 0 to 2**32 - 1. The call then draws its part of the
             mask that the whole problem would draw from this seed. Heads are query heads; rows and
             columns count from each sequence's start.
-        out: (batch, seqlen_q, heads_q, head_dim_v) to write into, if no gradient is wanted.
+        out: (batch, seqlen_q, heads_q, head_dim_v) to write into, if no gradient is wanted: as q,
+            or float32 for parts of the keys.
         backend: the backend to run on; it raises if that cannot. By default the planner chooses.
 
     Returns:

@@ -140,7 +140,7 @@ def flash_attn_with_kvcache(
         shared_prefix: (k, v), each (prefix_len, heads_k, head_dim | head_dim_v) or with a leading
             1: keys and values before the cache of every sequence. Rotary positions count them;
             every query sees them all.
-        out: (batch, q_len, heads_q, head_dim_v) to write into.
+        out: (batch, q_len, heads_q, head_dim_v) to write into: as q, or float32.
 
     Returns:
         out (batch, q_len, heads_q, head_dim_v), or (out, lse).

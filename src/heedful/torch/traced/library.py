@@ -124,6 +124,9 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
         return torch.ops.heedful.inference_v3.options(*x[:3], *_inference_arguments(plain))
     result, lse, probs = torch.ops.heedful.attention_v4.default(*x, *plain, wants_grad)
     if out is not None:
+        if out.dtype != result.dtype:
+            # A copy would not have what rounding took.
+            raise ValueError(f"out must be {result.dtype} in a traced call, got {out.dtype}")
         result = out.copy_(result)
     return returned(results_of(plain), result, lse, probs)
 

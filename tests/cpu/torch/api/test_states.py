@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import heedful.torch as heedful
 from heedful.core.call.operands import Operands
@@ -230,3 +231,31 @@ EIGHTS = torch.ones(2, 4, dtype=torch.int8)
 def test_bad_dequantisation_names_the_argument(arguments, argument, kind):
     with pytest.raises(kind, match=f"^{argument} "):
         heedful.dequantize_kv(*arguments)
+
+
+def _packed(q, k, v, **more):
+    ends = torch.tensor([0, 9, 20], dtype=torch.int32)
+    rows = (x.flatten(0, 1) for x in (q, k, v))
+    return heedful.flash_attn_varlen_func(*rows, ends, ends, 11, 11, **more)
+
+
+@pytest.mark.parametrize(
+    "function", [heedful.flash_attn_func, heedful.flash_attn_with_kvcache, _packed]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_part_of_sixteen_bit_inputs_may_be_written_in_float32(function, dtype):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 10, 2, 16, dtype=dtype).unbind()
+    rounded = function(q, k, v, causal=True, backend="cpu")
+    out = torch.full(rounded.shape, torch.nan)
+    assert function(q, k, v, causal=True, out=out) is out  # torch's kernels leave it to ours
+    assert torch.equal(out.to(dtype), rounded) and not torch.equal(out, rounded.float())
+    with pytest.raises(TypeError, match="out must"):
+        function(q, k, v, out=out.double())
+
+
+def test_a_traced_call_says_that_it_cannot_write_float32_of_sixteen_bits():
+    with FakeTensorMode():
+        q, k, v = torch.empty(3, 2, 10, 2, 16, dtype=torch.bfloat16).unbind()
+        with pytest.raises(ValueError, match="out must be torch.bfloat16 in a traced call"):
+            heedful.flash_attn_func(q, k, v, out=torch.empty(2, 10, 2, 16))
