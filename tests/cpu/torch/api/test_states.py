@@ -235,8 +235,8 @@ def test_bad_dequantisation_names_the_argument(arguments, argument, kind):
 
 def _packed(q, k, v, **more):
     ends = torch.tensor([0, 9, 20], dtype=torch.int32)
-    rows = (x.flatten(0, 1) for x in (q, k, v))
-    return heedful.flash_attn_varlen_func(*rows, ends, ends, 11, 11, **more)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    return heedful.flash_attn_varlen_func(q, k, v, ends, ends, 11, 11, **more)
 
 
 @pytest.mark.parametrize(
@@ -256,6 +256,6 @@ def test_a_part_of_sixteen_bit_inputs_may_be_written_in_float32(function, dtype)
 
 def test_a_traced_call_says_that_it_cannot_write_float32_of_sixteen_bits():
     with FakeTensorMode():
-        q, k, v = torch.empty(3, 2, 10, 2, 16, dtype=torch.bfloat16).unbind()
+        q, k, v = (torch.empty(2, 10, 2, 16, dtype=torch.bfloat16) for _ in range(3))
         with pytest.raises(ValueError, match="out must be torch.bfloat16 in a traced call"):
             heedful.flash_attn_func(q, k, v, out=torch.empty(2, 10, 2, 16))
