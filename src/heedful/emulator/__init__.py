@@ -9,9 +9,15 @@ and in global memory, uninitialised LDS and registers, accesses out of bounds, m
 barriers that only some waves meet, and results that depend on the order of the waves:
 
     emulate(kernel, grid, args, schedule=["lockstep", "delay:each", "random:0-9"])
+
+How long a launch would take is a prediction, from some of its workgroups:
+
+    prediction, report = predict_time(kernel, grid, args)
+    print(prediction.summary())
 """
 
 from heedful.emulator.arguments import At
+from heedful.emulator.clock.launch import predict_time
 from heedful.emulator.launch import decode, emulate
 from heedful.emulator.machine.schedule import Delay, Random, RoundRobin, Schedule
 from heedful.emulator.objects.disassembly import load_object
@@ -33,4 +39,5 @@ __all__ = [
     "decode",
     "emulate",
     "load_object",
+    "predict_time",
 ]

@@ -17,12 +17,15 @@ import ast
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from heedful.emulator.clock.grid import Prediction
+from heedful.emulator.clock.launch import predict_time
+from heedful.emulator.clock.timeline import timeline
 from heedful.emulator.launch import emulate
 from heedful.emulator.objects.disassembly import load_object
 from heedful.emulator.program.decoder import Code
@@ -91,6 +94,15 @@ def _parser() -> argparse.ArgumentParser:
         "delay:each, delay:halves; may be given again: all must give the same bits",
     )
     add("--early-loads", action="store_true", help="loads to LDS land at once, not when waited for")
+    add(
+        "--time",
+        type=int,
+        metavar="N",
+        help="predict the time of the launch, of which only N workgroups are run; each array is\n"
+        "taken to go to or from memory once",
+    )
+    add("--svg", help="with --time: write what the waves issue there, as a picture")
+    add("--window", type=float, default=4000.0, help="clocks that the picture shows")
     add("--check", action="append", choices=sorted(KINDS), help="only these findings")
     add(
         "--strict",
@@ -121,8 +133,12 @@ def _load(options: argparse.Namespace, types: Sequence[str]) -> Any:
     return compile_kernel(path, function, options.target, types, values)
 
 
-def to_json(report: Report, differences: Sequence[Difference] = ()) -> str:
-    """A report as JSON text, with the outputs that were compared."""
+def to_json(
+    report: Report,
+    differences: Sequence[Difference] = (),
+    prediction: Prediction | None = None,
+) -> str:
+    """A report as JSON text, with the outputs that were compared and the time predicted."""
     code = report.program.code
     facts = {
         "kernel": report.program.name,
@@ -134,6 +150,7 @@ def to_json(report: Report, differences: Sequence[Difference] = ()) -> str:
         "findings": [asdict(f) for f in report.findings],
         "bank_conflicts": {code[pc].where(): n for pc, n in report.bank_conflicts.items()},
         "differences": [asdict(d) for d in differences],
+        "time": prediction.facts() if prediction else None,
     }
     return json.dumps(facts, indent=2)
 
@@ -160,35 +177,72 @@ def _save(folder: str, values: Mapping[str, Value]):
             np.save(Path(folder) / f"{name}.npy", value.decoded())
 
 
-def _run(options: argparse.Namespace) -> tuple[Report, list[Difference]]:
+@dataclass
+class _Outcome:
+    """What a command found."""
+
+    report: Report
+    differences: Sequence[Difference] = ()
+    prediction: Prediction | None = None
+
+    def json(self) -> str:
+        """For machines."""
+        return to_json(self.report, self.differences, self.prediction)
+
+    def text(self) -> str:
+        """For people."""
+        parts = [self.report.summary(), *map(str, self.differences)]
+        return "\n".join([*parts, self.prediction.summary()] if self.prediction else parts)
+
+
+def _run(options: argparse.Namespace) -> _Outcome:
     """Load, execute, compare and save, as the options say."""
     if bool(options.kernel) == bool(options.object):
         raise ValueError("name one kernel: FILE.s, FILE.py:FUNCTION or --object FILE.co")
     if options.reference and not options.set:
         raise ValueError("--reference takes arguments by name: give them with --set")
+    if options.time is not None and (options.reference or options.save):
+        raise ValueError("--time runs a part of the launch: outputs cannot be compared or saved")
+    if options.svg and options.time is None:
+        raise ValueError("--svg is a picture of what --time replays")
     kernel: Code | Any = None
     if options.object:
         kernel = load_object(options.object, options.name, objdump=options.objdump)
     ordered, named = _values(options, kernel.program.arch if kernel else options.target)
     before = {name: value.decoded() for name, value in named.items()}
-    report = emulate(
-        kernel or _load(options, [value.triton_type for value in ordered]),
-        [int(n) for n in options.grid.split(",")],
-        {name: v.data for name, v in named.items()} if named else [v.data for v in ordered],
-        lds_bytes=options.lds,
-        threads=64 * options.warps if options.warps else None,
-        kernel=options.name,
-        checks=options.check,
-        schedule=options.schedule or "lockstep",
-        early_loads=options.early_loads,
-        strict=options.strict or not options.object,
-    )
+    loaded = kernel or _load(options, [value.triton_type for value in ordered])
+    grid = [int(n) for n in options.grid.split(",")]
+    args = {name: v.data for name, v in named.items()} if named else [v.data for v in ordered]
+    keywords = {
+        "lds_bytes": options.lds,
+        "threads": 64 * options.warps if options.warps else None,
+        "kernel": options.name,
+        "checks": options.check,
+        "schedule": options.schedule or "lockstep",
+        "early_loads": options.early_loads,
+        "strict": options.strict or not options.object,
+    }
+    if options.time is not None:
+        return _time(options, loaded, grid, args, keywords)
+    report = emulate(loaded, grid, args, **keywords)
     if options.save:
         _save(options.save, named)
     if not options.reference:
-        return report, []
+        return _Outcome(report)
     path, _, function = options.reference.rpartition(":")
-    return report, compare(load_function(path, function), before, named)
+    return _Outcome(report, compare(load_function(path, function), before, named))
+
+
+def _time(options: argparse.Namespace, kernel: Any, grid: list[int], args: Any, keywords: dict):
+    """Predict instead of running the whole launch."""
+    window = options.window if options.svg else 0.0
+    keywords |= {"workgroups": options.time, "window": window}
+    values = args.values() if isinstance(args, dict) else args
+    keywords["memory_bytes"] = sum(x.nbytes for x in values if isinstance(x, np.ndarray))
+    prediction, report = predict_time(kernel, grid, args, **keywords)
+    if options.svg:
+        Path(options.svg).write_text(timeline(prediction.timing, window))
+    return _Outcome(report, prediction=prediction)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -196,13 +250,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments."""
     options = _parser().parse_args(argv)
     try:
-        report, differences = _run(options)
+        outcome = _run(options)
     except (ValueError, OSError, NotImplementedError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    right = all(d.within(options.tolerance) for d in differences)
-    text = to_json(report, differences) if options.json else report.summary()
-    sys.stdout.write(text + "\n")
-    if not options.json:
-        sys.stdout.writelines(f"{d}\n" for d in differences)
-    return 0 if report.clean and right else 1
+    right = all(d.within(options.tolerance) for d in outcome.differences)
+    sys.stdout.write((outcome.json() if options.json else outcome.text()) + "\n")
+    return 0 if outcome.report.clean and right else 1

@@ -13,6 +13,7 @@ import numpy as np
 
 from heedful.emulator.arguments import bind
 from heedful.emulator.checks.races import GlobalRaces
+from heedful.emulator.clock.trace import Recorder
 from heedful.emulator.machine.memory import GlobalMemory
 from heedful.emulator.machine.schedule import Schedule, parse_schedule
 from heedful.emulator.machine.workgroups import Machine
@@ -39,6 +40,7 @@ def emulate(
     strict: bool = True,
     stop_at_first: bool = False,
     max_instructions: int = 10_000_000,
+    recorder: Recorder | None = None,
 ) -> Report:
     """Execute gfx942 or gfx950 assembly on the CPU, watching for what a GPU would not report.
 
@@ -67,6 +69,8 @@ def emulate(
             other; else it is advice, with which a report may be clean.
         stop_at_first: end at the first finding instead of collecting them.
         max_instructions: per wave; beyond it the emulation ends with a finding.
+        recorder: keeps the path of every wave under the first schedule, and says which workgroups
+            run.
 
     Raises:
         AsmError: the text has no such kernel or cannot be parsed.
@@ -93,8 +97,10 @@ def emulate(
     static = program.lds_bytes or LDS_LIMIT[program.arch]
     limit = static if lds_bytes is None else lds_bytes
     launch = _Launch(
-        code, memory, sink, shape, threads, limit, kernarg, max_instructions, early_loads
+        code, memory, sink, shape, threads, limit, kernarg, max_instructions, early_loads, recorder
     )
+    if recorder:
+        recorder.begin(launch.waves, (program.lds_bytes or 0) if lds_bytes is None else lds_bytes)
     first = _First(memory, sink)
     start = time.perf_counter()
     try:
@@ -123,6 +129,7 @@ class _Launch:
     kernarg: int
     max_instructions: int
     early_loads: bool
+    recorder: Recorder | None
 
     @property
     def waves(self) -> int:
@@ -144,6 +151,7 @@ class _Launch:
             self.sink,
             plan,
             self.max_instructions,
+            self.recorder if is_first else None,
         )
         machine.lds.counts_banks = is_first
         machine.lds.lands_at_once = self.early_loads
@@ -153,10 +161,16 @@ class _Launch:
             shape = copies, math.prod(self.shape), self.waves
             self.memory.races = GlobalRaces(self.memory, unit, code, self.sink, shape)
         try:
-            for chunk in _chunks(self.shape, together):
+            for chunk in _chunks(self._workgroups(), together):
                 machine.run(chunk, self.kernarg, self.threads)
         finally:
             machine.count_executed()
+
+    def _workgroups(self) -> Sequence[tuple[int, int, int]]:
+        """Grid coordinates in launch order, x fastest; those that the recorder wants."""
+        x, y, z = (range(n) for n in self.shape)
+        every = [(i, j, k) for k in z for j in y for i in x]
+        return self.recorder.wanted(every) if self.recorder else every
 
 
 class _First:
@@ -211,8 +225,7 @@ def decode(text: str, kernel: str | None = None) -> Code:
     return Code(parse(text, kernel))
 
 
-def _chunks(shape: Sequence[int], size: int):
-    """Workgroup coordinates in launch order, x fastest, `size` at a time."""
-    every = [(x, y, z) for z in range(shape[2]) for y in range(shape[1]) for x in range(shape[0])]
+def _chunks(every: Sequence[tuple[int, int, int]], size: int):
+    """Workgroups, `size` at a time."""
     for i in range(0, len(every), size):
         yield every[i : i + size]

@@ -172,13 +172,13 @@ class Shape:
 
 
 @lru_cache(maxsize=KEPT_LINES)
-def _shape(text: str, arch: str) -> Shape:
+def shape_of(text: str, arch: str) -> Shape:
     """The shape of a line of assembly; its instruction's pc says nothing."""
     instruction = parse_instruction(text)
     return Shape(instruction, flow(instruction), arch)
 
 
-def _after_mfma(p: Shape, c: Shape, live: frozenset[int]) -> tuple[int, str]:
+def after_mfma(p: Shape, c: Shape, live: frozenset[int]) -> tuple[int, str]:
     """Distance from an MFMA to an instruction that touches its result."""
     n, newer = p.passes, p.arch == "gfx950"
     slow = n + 3 + (n != 2 and newer)  # narrow formats, until anything else may look
@@ -281,7 +281,7 @@ class _Search:
 
     def __init__(self, program: Program):
         self.program = program
-        self.shapes = [_shape(i.text, program.arch) for i in program.code]
+        self.shapes = [shape_of(i.text, program.arch) for i in program.code]
         self.following = [self._next(i) for i in program.code]
 
     def _next(self, instruction: Instruction) -> list[tuple[int, int]]:
@@ -314,7 +314,7 @@ class _Search:
     def needed(self, p: Shape, c: Shape, live: frozenset[int]) -> tuple[int, str]:
         """The strictest rule between two instructions; `live` are results not yet replaced."""
         if p.is_mfma:
-            return max(_after_mfma(p, c, live), _after_addend(p, c))
+            return max(after_mfma(p, c, live), _after_addend(p, c))
         if p.is_vector:
             return max(_after_vector(p, c, live), _after_scalar_result(p, c, live))
         if p.wide_store_data:

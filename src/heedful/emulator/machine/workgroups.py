@@ -5,10 +5,12 @@ the way.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
 from heedful.emulator.checks.taint import Taint
+from heedful.emulator.clock.trace import Recorder
 from heedful.emulator.floats import U32
 from heedful.emulator.machine.lds import Lds
 from heedful.emulator.machine.memory import GlobalMemory, Scratch
@@ -45,10 +47,12 @@ class Machine:
         sink: Sink,
         schedule: Schedule,
         max_instructions: int,
+        recorder: Recorder | None = None,
     ):
         self.code, self.memory, self.sink, self.schedule = code, memory, sink, schedule
         self.report: Report = sink.report
         self.waves, self.max_instructions = waves, max_instructions
+        self.recorder = recorder
         self.registers = Registers(groups, waves, code.context.constants)
         program = code.program
         self.lds = Lds(groups, waves, lds_bytes, code.lds_unit(), program.code, sink)
@@ -60,7 +64,7 @@ class Machine:
         self._check_defined = sink.wants("register-uninit")
         self.taint = Taint(self)
 
-    def run(self, workgroups: list[tuple[int, int, int]], kernarg: int, threads: int):
+    def run(self, workgroups: Sequence[tuple[int, int, int]], kernarg: int, threads: int):
         """Execute these workgroups from start to end.
 
         Args:
@@ -184,6 +188,8 @@ class Machine:
         self._executed += len(steps) * size
         self.report.instructions += len(steps) * size
         self._passes[block.start, len(steps)] += size
+        if self.recorder:
+            self._record(batch.rect, block.start, len(steps))
         batch.pc += len(steps)
         if not steps[-1].control:
             self._resume([batch])
@@ -193,6 +199,13 @@ class Machine:
             self._finish(batch)
         else:
             self._branch(batch, steps[-1].instruction, outcome)
+
+    def _record(self, rect: Rect, start: int, count: int):
+        assert self.recorder
+        for g in range(rect.g0, rect.g1):
+            for w in range(rect.w0, rect.w1):
+                wave = int(self.dealt[g, w])
+                self.recorder.passed(self.workgroups[g], wave, start, count)
 
     def _execute(self, batch: Batch, steps):
         """Execute instructions; returns what the last one says."""

@@ -116,7 +116,8 @@ class Argument:
 class Program:
     """One kernel: code, labels (name to pc), descriptor directives and argument layout.
 
-    `lds_bytes` is the LDS that the kernel itself asks for, where that is known.
+    `lds_bytes` is the LDS that the kernel itself asks for, where that is known. `vector_registers`
+    are those of a lane, accumulation registers included, where metadata says.
     """
 
     name: str
@@ -128,6 +129,7 @@ class Program:
     kernarg_bytes: int = 0
     max_workgroup: int = 0
     lds_bytes: int | None = None
+    vector_registers: int = 0
 
     def target(self, instruction: Instruction) -> int:
         """The pc that a branch jumps to."""
@@ -338,5 +340,7 @@ def _parse_metadata(asm: str, program: Program):
             program.arguments.append(Argument(offset, size, facts["value_kind"], name))
         if match := re.search(r"\.kernarg_segment_size:\s*(\d+)", entry):
             program.kernarg_bytes = int(match[1])
+        if match := re.search(r"\.vgpr_count:\s*(\d+)", entry):
+            program.vector_registers = int(match[1])
         if match := re.search(r"\.max_flat_workgroup_size:\s*(\d+)", entry):
             program.max_workgroup = int(match[1])
