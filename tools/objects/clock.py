@@ -25,6 +25,8 @@ from heedful.emulator.clock.trace import Trace
 from objects.timed import CHIPS, KERNELS, Published, Timed, published
 
 SHORTEST = 4096
+# A figure below this part of the median of its object is listed apart.
+CONTRADICTS = 0.6
 # What the constants are fitted on: clocks on the first two of each chip, atomics on the third.
 FIT_CLOCK = ("fwd", "a16")
 FIT_ATOMICS = "gfx950 a32 full"
@@ -40,8 +42,9 @@ _ROWS = (
     "TFLOP/s that ROCm/aiter publishes for each shape with lengths from 4096 (head dim 128, "
     "bfloat16), beside what the clock and the null model predict. A workgroup of each object is "
     "recorded and replayed at two lengths, its time at others is linear, and workgroups are "
-    "placed on dies and compute units in launch order. Error: predicted over published, less 1. "
-    "Remade by python -m objects.clock (in tools)."
+    "placed on dies and compute units in launch order. Listed: below 0.6 of the median of its "
+    "object, so that the publisher contradicts itself; in no summary. Error: predicted over "
+    "published, less 1. Remade by python -m objects.clock (in tools)."
 )
 _SUMMARY = (
     "Errors by object, of the rows of 052. Role: clock, the object fits its chip's clock; atomics, "
@@ -169,12 +172,14 @@ def fit(models: Sequence[Model], root: Path):
 
 @dataclass(frozen=True)
 class Result:
-    """One published figure beside what was predicted."""
+    """One published figure beside what was predicted; `listed` apart where it contradicts others of
+    its publisher."""
 
     model: Model
     row: Published
     predicted: float
     null: float
+    listed: bool
 
     @property
     def error(self) -> float:
@@ -188,9 +193,12 @@ def predict(models: Sequence[Model], root: Path) -> list[Result]:
     results = []
     for m in models:
         chip = m.kernel.chip
-        for row in published(root, m.kernel, SHORTEST):
+        rows = published(root, m.kernel, SHORTEST)
+        usual = float(np.median([row.tflops for row in rows]))
+        for row in rows:
             own = m.tflops(row, constant("clock", chip), m.line)
-            results.append(Result(m, row, own, m.tflops(row, nulls[chip], m.busiest)))
+            null = m.tflops(row, nulls[chip], m.busiest)
+            results.append(Result(m, row, own, null, row.tflops < CONTRADICTS * usual))
     return results
 
 
@@ -210,7 +218,7 @@ def _spread(errors: Sequence[float]) -> list[str]:
 
 def summaries(results: Sequence[Result]) -> list[list[str]]:
     """By object, then all that was held out by chip and together."""
-    lines = []
+    lines, results = [], [r for r in results if not r.listed]
     for model in {id(r.model): r.model for r in results}.values():
         own = [r for r in results if r.model is model]
         lines.append([model.kernel.label, model.role, *_pair(own)])
@@ -235,7 +243,7 @@ def _pair(results: Sequence[Result]) -> list[str]:
 def ratios(results: Sequence[Result]) -> list[list[str]]:
     """By pair of objects of a chip."""
     by_shape: dict[tuple, list[Result]] = {}
-    for r in results:
+    for r in (r for r in results if not r.listed):
         key = (_chip(r), r.row.batch, r.row.heads, r.row.heads_k, r.row.length)
         by_shape.setdefault(key, []).append(r)
     pairs: dict[str, list[tuple[float, float, float]]] = {}
@@ -282,7 +290,14 @@ def write(folder: Path, results: Sequence[Result]):
     _write(folder / "051-ratios.csv", "The clock by pair", _RATIOS, [*head, "order"], lines)
     head = ["object", "role", "batch", "heads", "kv heads", "length", "published", "predicted"]
     lines = [
-        [r.model.kernel.label, r.model.role, r.row.batch, r.row.heads, r.row.heads_k, r.row.length]
+        [
+            r.model.kernel.label,
+            "listed" if r.listed else r.model.role,
+            r.row.batch,
+            r.row.heads,
+            r.row.heads_k,
+            r.row.length,
+        ]
         + [f"{r.row.tflops:.0f}", f"{r.predicted:.0f}", _percent(r.error), f"{r.null:.0f}"]
         for r in results
     ]

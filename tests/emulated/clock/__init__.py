@@ -1,0 +1,1 @@
+"""The clock: small kernels with known counts, launches, planted changes, its tables."""

@@ -104,13 +104,13 @@ def test_unrecorded_workgroups_are_divided_at_the_middle():
 def test_the_range_is_that_of_the_clock_and_memory_bounds_it():
     launch = predict(trace(1000 * ADD), (304,))
     fastest, slowest = launch.range
-    assert fastest == pytest.approx(4000 / 2.1e9) and slowest == pytest.approx(4000 / 1.2e9)
-    assert fastest < launch.seconds < slowest
+    assert fastest == pytest.approx(4000 / 2.1e9) and slowest == launch.seconds
+    other = predict(trace(1000 * ADD, "gfx950"), (256,))
+    assert other.range == (pytest.approx(4000 / 2.4e9), pytest.approx(4000 / 1.6e9))
     assert "valu 25 %" in launch.summary()
-    for arch, rate, low, high in (("gfx942", 5.3e12, 1.2, 2.1), ("gfx950", 8e12, 1.6, 2.4)):
+    for arch, rate in (("gfx942", 5.3e12), ("gfx950", 8e12)):
         moved = predict(trace(1000 * ADD, arch), (256,), memory_bytes=rate / 1000)
         assert moved.range == (pytest.approx(1e-3), pytest.approx(1e-3))
-        assert (moved.low_hz, moved.high_hz) == (low * 1e9, high * 1e9)
 
 
 def test_resident_workgroups_share_a_compute_unit():

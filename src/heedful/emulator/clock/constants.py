@@ -1,8 +1,8 @@
 """Every number that the clock uses, with its source.
 
-A number without a document or a published measurement is fitted, and says so: two for each chip,
-its clock and the rate of its atomics. `tools/objects/clock.py` fits them on two code objects a
-chip and predicts all others.
+A number without a document or a published measurement is fitted, and says so: each chip's clock,
+which takes up whatever the replay does not know, and one rate of atomics. `tools/objects/clock.py`
+fits them on three kinds of code object and predicts all others.
 """
 
 from __future__ import annotations
@@ -90,11 +90,16 @@ CONSTANTS: dict[str, Constant] = {
     "memory_outstanding": _both(63, "operations a wave", _ISA),
     "hbm_bytes": Constant(5.3e12, 8.0e12, "bytes a second", _PAPER3, _PAPER4),
     # Bounds of what the clock may be, for ranges.
-    "clock_low": Constant(1.2e9, 1.6e9, "Hz", "the lowest that was reported under full load"),
+    "clock_low": Constant(
+        1.2e9,
+        1.6e9,
+        "Hz",
+        "assumed, as the lowest under full load; the fitted clock where that is lower",
+    ),
     "clock_high": Constant(2.1e9, 2.4e9, "Hz", _PAPER3, _PAPER4),
     # Fitted: see measurements/emulator/050-clock.csv.
-    "clock": Constant(1.5e9, 2.1e9, "Hz", FITTED),
-    "atomics": Constant(0.32e12, 0.32e12, "dwords a second", FITTED),
+    "clock": Constant(1.108e9, 1.796e9, "Hz", FITTED),
+    "atomics": Constant(0.329e12, 0.329e12, "dwords a second", FITTED),
 }
 
 

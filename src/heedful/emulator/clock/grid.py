@@ -161,7 +161,7 @@ def predict(
     return Prediction(
         makespan(lengths, arch, resident),
         constant("clock", arch),
-        constant("clock_low", arch),
+        min(constant("clock_low", arch), constant("clock", arch)),
         constant("clock_high", arch),
         memory_bytes / constant("hbm_bytes", arch),
         resident,
