@@ -179,7 +179,7 @@ def _save(folder: str, values: Mapping[str, Value]):
 
 @dataclass
 class _Outcome:
-    """What a command found."""
+    """The findings of a command: its report, outputs compared, a prediction."""
 
     report: Report
     differences: Sequence[Difference] = ()

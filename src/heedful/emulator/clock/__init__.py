@@ -1,7 +1,7 @@
 """The clock: recorded waves replayed on a compute unit, and from it the time of a launch.
 
 `fingerprint()` names this state of its rules and numbers. Tables that it made carry it, so that a
-change of any makes them stale.
+change of any makes them stale. May import all of `emulator`.
 """
 
 import hashlib

@@ -47,7 +47,7 @@ class Timing:
 
 
 class _Program:
-    """What does not change between waves: demands by pc, and how far MFMA results reach."""
+    """The part that all waves share: demands by pc, and how far MFMA results reach."""
 
     def __init__(self, trace: Trace):
         code, arch = trace.program.code, trace.program.arch

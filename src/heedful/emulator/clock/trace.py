@@ -49,7 +49,7 @@ class Recorder:
         self._paths.setdefault((workgroup, wave), []).append((start, count))
 
     def trace(self, report: Report) -> Trace:
-        """What was recorded in the launch of that report."""
+        """The streams that were recorded in the launch of that report."""
         groups: dict[tuple[int, ...], list[np.ndarray]] = {}
         for (workgroup, _), path in sorted(self._paths.items()):
             steps = [np.arange(start, start + count, dtype=np.int32) for start, count in path]

@@ -1,4 +1,4 @@
-"""What an instruction asks of a compute unit: the static half of the clock."""
+"""The demands of an instruction on a compute unit: the static half of the clock."""
 
 from __future__ import annotations
 
