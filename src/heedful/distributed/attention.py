@@ -55,7 +55,7 @@ def attention(
         dropout_p, softmax_scale, causal, softcap, deterministic, backend: as `flash_attn_func` has
             them, of documents as a whole.
         window_size: (left, right) or (left, right, first). Under strategy "gather" first keys come
-            without dropout, under "ring" there are none.
+            without dropout.
         alibi_slopes: float32 (heads_q,). With strategy "gather" under causal masks alone; None with
             "ring".
         sink: float (heads_q,). Its gradient on a rank comes from that rank's queries or heads; the
@@ -138,11 +138,8 @@ def _check(q, k, v, plan: ContextPlan, mask: Mask, dropout_p, seed, alibi_slopes
 def _check_strategy(strategy: str, mask: Mask, drops: bool, has_slopes: bool) -> None:
     """ValueError for what a strategy cannot compute yet."""
     under = f"under strategy {strategy!r}: take"
-    if strategy == "ring":
-        if has_slopes:
-            raise ValueError(f"alibi_slopes must be None {under} 'gather' or 'heads'")
-        if mask.first:
-            raise ValueError(f"window_size must have no first keys {under} 'gather' or 'heads'")
+    if strategy == "ring" and has_slopes:
+        raise ValueError(f"alibi_slopes must be None {under} 'gather' or 'heads'")
     if strategy == "gather":
         if has_slopes and (mask.right != 0 or mask.first):
             raise ValueError(
@@ -150,7 +147,7 @@ def _check_strategy(strategy: str, mask: Mask, drops: bool, has_slopes: bool) ->
                 f" {under} 'heads'"
             )
         if drops and mask.first:
-            raise ValueError(f"dropout_p must be 0 with window_size[2] {under} 'heads'")
+            raise ValueError(f"dropout_p must be 0 with window_size[2] {under} 'heads' or 'ring'")
 
 
 class _Attention(torch.autograd.Function):

@@ -78,47 +78,54 @@ def ring_steps(layout: Layout, mask: Mask, rank: int, one_by_one: bool = False) 
 
 @dataclass(frozen=True)
 class _Pair:
-    """Queries of one document, and keys that they see."""
+    """Queries of one document, and keys of which each is seen, and each sees one; window: the mask
+    as a call of these has it, -1 where a bound hides none of these keys."""
 
     queries: Piece
     keys: Piece
+    window: tuple[int, int]
     is_own: bool
 
-    def window(self, mask: Mask) -> tuple[int, int]:
-        """The mask as a call of these has it: the last query lies on the last key there, `extra`
-        keys to the left of its own; -1 where a bound hides none of these keys."""
-        q, k = self.queries, self.keys
-        extra = q.end - k.end
-        left = right = -1
-        if mask.left is not None and q.end - 1 - mask.left > k.begin:
-            left = mask.left - extra
-        if mask.right is not None and q.begin + mask.right < k.end - 1:
-            right = mask.right + extra
-        return left, right
+
+def _pair(queries: Piece, keys: Piece, left: int | None, right: int | None) -> _Pair | None:
+    """Both without rows that see no key, and keys that no row sees. left, right: as in a
+    Mask; right may be below 0."""
+    begin, end, first, last = queries.begin, queries.end, keys.begin, keys.end
+    if right is not None:
+        begin = max(begin, first - right)
+        last = min(last, end + right)
+    if left is not None:
+        end = min(end, keys.end + left)
+        first = max(first, begin - left)
+    if begin >= end or first >= last:
+        return None
+    # In the call the last query lies on the last key there, so many keys to the left of its own.
+    extra = end - last
+    window = (
+        -1 if left is None or end - 1 - left <= first else left - extra,
+        -1 if right is None or begin + right >= last - 1 else right + extra,
+    )
+    pieces = Piece(queries.document, begin, end), Piece(queries.document, first, last)
+    return _Pair(*pieces, window, queries == keys)
 
 
 @lru_cache(maxsize=256)
 def _pairs(layout: Layout, mask: Mask, rank: int, source: int) -> tuple[_Pair, ...]:
-    """All pairs of pieces of a rank's queries and a source's keys, but for rows that see no key,
-    and keys that no row sees; in the order of the rank's rows, then of the source's."""
+    """All pairs of pieces of a rank's queries and a source's keys that see each other, in the order
+    of the rank's rows, then of the source's. First keys are a pair of their own: those left of a
+    row's window."""
     keys: dict[int, list[Piece]] = defaultdict(list)
     for piece in layout.shards[source]:
         keys[piece.document].append(piece)
     found = []
     for queries in layout.shards[rank]:
         for piece in keys[queries.document]:
-            begin, end, first, last = queries.begin, queries.end, piece.begin, piece.end
-            if mask.right is not None:
-                begin = max(begin, first - mask.right)
-                last = min(last, end + mask.right)
-            if mask.left is not None:
-                end = min(end, piece.end + mask.left)
-                first = max(first, begin - mask.left)
-            if begin < end and first < last:
-                document, is_own = piece.document, piece == queries
-                pair = Piece(document, begin, end), Piece(document, first, last)
-                found.append(_Pair(*pair, is_own))
-    return tuple(found)
+            found.append(_pair(queries, piece, mask.left, mask.right))
+            if mask.left is not None and piece.begin < mask.first:
+                leading = replace(piece, end=min(piece.end, mask.first))
+                pair = _pair(queries, leading, None, -1 - mask.left)
+                found.append(pair and replace(pair, is_own=False))
+    return tuple(pair for pair in found if pair)
 
 
 @lru_cache(maxsize=256)
@@ -147,7 +154,7 @@ def _parts(
             keys=place.of(batch_rows(layout, k)),
             lengths_q=(len(q),),
             lengths_k=(len(k),),
-            window=pair.window(mask),
+            window=pair.window,
             begins=((q.document, q.begin, k.begin),),
             is_own=pair.is_own,
         )

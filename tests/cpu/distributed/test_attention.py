@@ -13,7 +13,7 @@ from heedful.distributed import ContextPlan, attention, plan
 from support.problems import budget
 from support.problems.budget import Results
 from support.problems.cases import Built, Case, build
-from support.runs.context import CASES, NOT_IN_RINGS, computed
+from support.runs.context import CASES, NOT_IN_RINGS, computed, packed
 from support.runs.ranks import Ranks
 
 # (ranks, strategy, layout). What is slow says little that the others do not.
@@ -67,6 +67,13 @@ def test_ranks_compute_what_one_process_does(groups, name, count, strategy, layo
     budget.check(whole(name), found)
 
 
+@pytest.mark.parametrize("strategy", ["heads", "ring"])
+def test_first_keys_are_dropped_as_the_whole_batch_drops_them(groups, strategy):
+    case = packed(window=(100, 0, 40), dropout_p=0.2)
+    found, *_ = groups(2).run(computed, case, strategy, "documents")
+    budget.check(build(case), found)
+
+
 def in_place(rank: int, count: int, case: Case, strategy: str, layout: str) -> Results | None:
     """`computed` as on GPUs: rows sent from and to where they belong; KV heads in two groups under
     "gather"."""
@@ -106,8 +113,6 @@ def in_place(rank: int, count: int, case: Case, strategy: str, layout: str) -> R
 def test_heads_in_groups_and_rows_that_are_sent_in_place_change_nothing(
     groups, name, count, strategy, layout
 ):
-    if strategy == "ring" and name in NOT_IN_RINGS:
-        pytest.skip("refused by name, as another test sees")
     found, *_ = groups(count).run(in_place, CASES[name], strategy, layout)
     budget.check(whole(name), found)
 
@@ -196,11 +201,6 @@ def plan_of_rank(rank: int, count: int, **more: Any) -> ContextPlan:
             {"alibi_slopes": torch.ones(4), "causal": True, "plan": {"strategy": "ring"}},
             "",
             "alibi_slopes must be None under strategy 'ring'",
-        ),
-        (
-            {"window_size": (10, 0, 4), "plan": {"strategy": "ring"}},
-            "",
-            "window_size must have no first keys under strategy 'ring'",
         ),
         ({"sink": torch.ones(3)}, "", r"sink must be \(4,\)"),
         ({}, "fewer rows of k", r"k must be \(256, 2, head_dim\)"),

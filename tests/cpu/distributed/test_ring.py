@@ -26,6 +26,7 @@ masks = st.builds(
     Mask,
     st.one_of(st.none(), st.integers(0, 400)),
     st.one_of(st.none(), st.just(0), st.integers(0, 300)),
+    st.one_of(st.just(0), st.integers(1, 300)),
 )
 
 
@@ -77,7 +78,9 @@ def seen(layout: Layout, mask: Mask, rows: Any) -> Any:
     every = np.arange(len(document))
     distance = every - rows[:, None]
     visible = document == document[rows][:, None]
-    visible &= (mask.left is None) | (distance >= -(mask.left or 0))
+    position = every - np.asarray(layout.starts)[document]
+    is_near = (mask.left is None) | (distance >= -(mask.left or 0))
+    visible &= is_near | (position < mask.first)
     return visible & ((mask.right is None) | (distance <= (mask.right or 0)))
 
 
