@@ -1,10 +1,17 @@
-"""The batches that context parallelism is timed on."""
+"""The batches that context parallelism is timed on, and what is said of them. One rank stands in
+for all, and devices are the CPU.
+"""
+
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("torch")
 
-from heedful.bench.parallel import cases, log_normal
+import torch
+
+from heedful.bench import parallel
+from heedful.bench.parallel import Case, Work, cases, log_normal
 from heedful.distributed.layouts import LAYOUTS
 
 
@@ -20,3 +27,239 @@ def test_log_normal_lengths_fill_the_batch_and_are_the_same_again():
     found = log_normal(64, 65536, 1)
     assert sum(found) == 65536 and min(found) >= 1
     assert found == log_normal(64, 65536, 1) != log_normal(64, 65536, 2)
+
+
+def test_batches_are_of_one_document_of_many_and_of_a_window():
+    whole, packed, near = (("zigzag",) * 2, ("documents",) * 2, ("contiguous",) * 2)
+    found = [
+        (case.name.split(",")[0], len(case.lengths), case.window, tuple(w for _, w in case.ways))
+        for case in cases(2, seeds=2)
+    ]
+    assert found == [
+        *[("causal", 1, -1, whole)] * 3,
+        *[("64 documents of 64k", 64, -1, packed)] * 2,
+        ("window 1024 of 64k", 1, 1024, near),
+    ]
+    assert all([s for s, _ in case.ways] == ["gather", "heads"] for case in cases(2))
+    assert [sum(case.lengths) for case in cases(3, seeds=0)] == [
+        each * 3 for each in (8192, 16384, 32768, 32768)
+    ]
+    assert len(list(cases(4))) == 9
+
+
+def test_logarithms_of_lengths_are_spread_as_told():
+    for sigma in (0.3, 1.2):
+        lengths = torch.tensor(log_normal(4000, 10**9, 7, sigma), dtype=torch.float64)
+        assert lengths.log().std().item() == pytest.approx(sigma, rel=0.05)
+    assert log_normal(3, 3, 0) == (1, 1, 1)
+
+
+@pytest.fixture
+def one(monkeypatch):
+    """Ranks of which this is the first of two; none waits."""
+    reduced = []
+    ranks = SimpleNamespace(
+        ReduceOp=parallel.dist.ReduceOp,
+        get_rank=lambda: 0,
+        get_world_size=lambda: 2,
+        barrier=lambda: reduced.append("barrier"),
+        all_reduce=lambda tensor, op: reduced.append(op),
+    )
+    monkeypatch.setattr(parallel, "dist", ranks)
+    ranks.reduced = reduced
+    return ranks
+
+
+def test_each_time_is_a_median_of_as_many_calls_as_its_milliseconds_hold(one, monkeypatch):
+    once = iter([100.0, 1.0, 50.0, 1e9])
+    taken, counts = {}, []
+
+    def timed(call, together):
+        assert together
+        if call not in taken:
+            taken[call] = next(once)
+            counts.append(0)
+            return taken[call]
+        counts[-1] += 1
+        # The first are slow, and are not most.
+        return 9.0 if counts[-1] < 3 else float(len(counts))
+
+    monkeypatch.setattr(parallel, "_timed", timed)
+    monkeypatch.setattr(parallel, "captured", lambda call: lambda: call())
+    ran = []
+    work = Work(lambda x: ran.append(x.requires_grad) or x * 2, [torch.ones(2)], torch.ones(2))
+    assert work.times(True) == [1.0, 2.0, 3.0, 4.0]
+    # 400 ms, at least 7 times and at most 50.
+    assert counts == [7, 50, 8, 7]
+    assert one.reduced == [parallel.dist.ReduceOp.MAX] * 4
+    assert len(ran) == 4
+
+
+def test_work_is_a_forward_without_gradients_or_with_all_of_them():
+    x, y = torch.tensor([3.0]), torch.tensor([5.0])
+    work = Work(lambda a, b: a * b, [x, y], torch.tensor([2.0]))
+    assert not work.forward().requires_grad and work.forward().item() == 15
+    assert [grad.item() for grad in work.both()] == [10.0, 6.0]
+
+
+def test_a_call_is_timed_by_events_once_all_ranks_are_there(one, monkeypatch):
+    order = one.reduced
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            order.append("record")
+
+        def synchronize(self):
+            order.append("end")
+
+        def elapsed_time(self, end):
+            assert end is not self
+            return 2.5
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("sync"))
+    assert parallel._timed(lambda: order.append("call"), True) == 2.5
+    assert order == ["sync", "barrier", "sync", "record", "call", "record", "end"]
+    order.clear()
+    parallel._timed(lambda: order.append("call"), False)
+    assert order == ["sync", "record", "call", "record", "end"]
+
+
+def test_what_ranks_computed_is_near_by_the_roundings_of_each_part(one):
+    want = torch.tensor([1.0, -8.0], dtype=torch.bfloat16)
+    # Four roundings by half an eps of the largest: 8 * 2 / 128.
+    for moved, near in ((0.125, True), (-0.125, True), (0.13, False), (-0.13, False)):
+        got = torch.tensor([1.0 + moved, -8.0])
+        assert parallel._is_near(got, want) is near
+
+
+def test_one_gpu_takes_the_faster_way(monkeypatch):
+    asked = []
+
+    def packed(q, k, v, *lengths, causal, window_size):
+        asked.append(("packed", lengths[0].tolist(), lengths[2:], causal, window_size))
+        return q
+
+    def dense(q, k, v, causal, window_size):
+        asked.append(("dense", tuple(q.shape), causal, window_size))
+        return q
+
+    def times(work, together):
+        assert not together
+        work.forward()
+        return [1.0, 4.0] if asked[-1][0] == "packed" else [2.0, 3.0]
+
+    monkeypatch.setattr(parallel, "flash_attn_varlen_func", packed)
+    monkeypatch.setattr(parallel, "flash_attn_func", dense)
+    monkeypatch.setattr(Work, "times", times)
+    tensors = [torch.zeros(5, 2, 4) for _ in range(3)]
+    _, found = parallel.alone(Case("documents", (2, 3), 6), tensors, tensors[0])
+    assert found == [1.0, 4.0] and asked == [("packed", [0, 2, 5], (3, 3), True, (6, 0))]
+    asked.clear()
+    _, found = parallel.alone(Case("one", (5,)), tensors, tensors[0])
+    assert found == [1.0, 3.0] and asked[1] == ("dense", (1, 5, 2, 4), True, (-1, 0))
+    assert asked[0] == ("packed", [0, 5], (5, 5), True, (-1, 0))
+
+
+class Plan:
+    """One rank's shard is all rows."""
+
+    def __init__(self, **facts):
+        self.facts, self.mask = facts, "mask"
+        self.layout = SimpleNamespace(balance=lambda mask: 1.25 if mask == "mask" else 0)
+
+    def shard(self, x):
+        return x
+
+    def unshard(self, x):
+        return x
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_row_has_times_of_both_their_efficiency_balance_and_the_plans_time(
+    rank, one, monkeypatch
+):
+    one.get_rank = lambda: rank
+    plans, wrong = [], iter([0.0, 7.0])
+    monkeypatch.setattr(parallel, "HEADS", 4)
+    monkeypatch.setattr(parallel, "HEADS_K", 2)
+    monkeypatch.setattr(parallel, "DIM", 8)
+
+    def made(**facts):
+        plans.append(Plan(**facts))
+        plans[-1].off = next(wrong)
+        return plans[-1]
+
+    def whole(q, k, v):
+        return q + k.sum() * 0 + v.sum() * 0
+
+    def call(q, k, v, plan, causal, window_size):
+        assert causal and window_size == (3, 0)
+        return whole(q, k, v) + plan.off
+
+    def alone(case, tensors, dout):
+        assert [x.shape[1] for x in tensors] == [4, 2, 2] and dout.shape == (5, 4, 8)
+        return Work(whole, tensors, dout), [1.0, 3.0, 2.0, 6.0]
+
+    clock = iter([1.0, 1.5] * 2)
+    monkeypatch.setattr(parallel.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(parallel, "plan", made)
+    monkeypatch.setattr(parallel, "attention", call)
+    monkeypatch.setattr(parallel, "alone", alone)
+    monkeypatch.setattr(Work, "times", lambda work, together: [0.5, 2.0, 4.0, 3.0])
+    case = Case("a case", (2, 3), 3)
+    found = list(parallel.rows(case, torch.device("cpu")))
+    assert one.reduced.count(parallel.dist.ReduceOp.MAX) == 2
+    facts = {"heads_q": 4, "heads_k": 2, "head_dim": 8, "lengths": (2, 3), "window_size": (3, 0)}
+    ways = [{"strategy": s, "layout": "zigzag"} for s in ("gather", "heads")]
+    assert [plan.facts for plan in plans] == [facts | way for way in ways]
+    if rank:
+        assert not found
+        return
+    numbers = [1.0, 0.5, 1.0, 3.0, 2.0, 0.75, 2.0, 4.0, 0.25, 6.0, 3.0, 1.0, 1.25, 500.0]
+    words = f"{'a case':34} gather  {'zigzag':10}"
+    assert found[0].startswith(words)
+    assert [float(x) for x in found[0].removeprefix(words).split()] == numbers
+    assert found[1:] == [f"{'a case':34} heads   {'zigzag':10} wrong"]
+
+
+@pytest.mark.parametrize(
+    "words, names", [([], ["a b", "c"]), (["c"], ["c"]), (["b", "x"], ["a b"])]
+)
+def test_a_rank_says_the_cases_that_words_choose(words, names, one, monkeypatch):
+    told, said = [], []
+    one.init_process_group = lambda *where, **facts: told.append((where, facts))
+    one.destroy_process_group = lambda: told.append("destroyed")
+    monkeypatch.setattr(parallel, "cases", lambda ranks: [Case("a b", (ranks,)), Case("c", (1,))])
+    monkeypatch.setattr(parallel, "rows", lambda case, device: [f"{case.name} on {device}"])
+    monkeypatch.setattr(torch.cuda, "set_device", told.append)
+    monkeypatch.setattr(parallel.script, "say", said.append)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "")
+    monkeypatch.delenv("NCCL_NVLS_ENABLE")
+    parallel._rank(1, 2, 77, words)
+    group = {"init_method": "tcp://127.0.0.1:77", "rank": 1, "world_size": 2}
+    assert told == [torch.device("cuda", 1), (("nccl",), group), "destroyed"]
+    assert parallel.os.environ["NCCL_NVLS_ENABLE"] == "0"
+    assert said == [f"{name} on cuda:1" for name in names]
+
+
+def test_the_program_starts_a_process_for_each_gpu(monkeypatch):
+    said, spawned = [], []
+    monkeypatch.setattr(parallel.script, "current_gpu", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    monkeypatch.setattr(parallel.nccl, "version", lambda: (2, 27, 5))
+    monkeypatch.setattr(parallel.script, "say", lambda *lines: said.extend(lines))
+    monkeypatch.setattr(parallel, "spawn", lambda *how, **more: spawned.append((how, more)))
+    monkeypatch.setattr(parallel.sys, "argv", ["bench", "causal"])
+    parallel.main()
+    ((rank, (ranks, port, words)), more) = spawned[0]
+    assert (rank, ranks, words, more) == (parallel._rank, 3, ["causal"], {"nprocs": 3}) and port > 0
+    assert said[0] == "3 x GPU, NCCL 2.27.5"
+    names = (
+        "case strategy layout one fwd E one both E one fwd graph E one both grph E balance plan ms"
+    )
+    assert said[1].split() == names.split()

@@ -202,15 +202,23 @@ def drawn_ranges(drawn: random.Random, len_q: int, len_k: int, pairs: int) -> to
 @interpreted
 @pytest.mark.parametrize("sides", SIDES, ids=str)
 @pytest.mark.parametrize("pairs", [1, 2])
-def test_tiles_of_ranges_need_no_mask_where_every_row_sees_all_of_them(pairs, sides):
+@pytest.mark.parametrize("bounds", [(-1, -1, 0), (-1, 0, 5), (40, -1, -3), (60, 9, 17)], ids=str)
+def test_tiles_of_ranges_need_no_mask_where_every_row_sees_all_of_them(bounds, pairs, sides):
     """Of two ranges that holds for the one with more of such tiles, and tiles that both have count
-    as the first one's."""
+    as the first one's. A window cuts ranges."""
     (m, n), drawn = sides, random.Random(pairs)
-    for _ in range(30):
+    left, right, shift = bounds
+    mask = MaskSpec(left, right, shift=shift)
+    for _ in range(30 if bounds == (-1, -1, 0) else 12):
         len_q, len_k = drawn.randint(1, 3 * m), drawn.randint(1, MOST * n)
         ranges = drawn_ranges(drawn, len_q, len_k, pairs)
-        counts = visits("visit_keys", MaskSpec(), sides, len_q, len_k, ranges=ranges)
+        counts = visits("visit_keys", mask, sides, len_q, len_k, ranges=ranges)
         told = f"{len_q} x {len_k} {ranges.tolist()}\n{counts}"
+        diagonal = torch.arange(len_q)[:, None] + mask.offset(len_q, len_k)
+        if left >= 0:
+            ranges[:, ::2] = ranges[:, ::2].maximum(diagonal - left)
+        if right >= 0:
+            ranges[:, 1::2] = ranges[:, 1::2].minimum(diagonal + right + 1)
         assert set(counts.unique().tolist()) <= {0, 1, MASKED}, told
         cols = torch.arange(MOST * n)
         for tile, own in enumerate(ranges.split(m)):

@@ -35,6 +35,11 @@ BOTH_WAYS = [
     (WIDE, replace(ALONE, heads_q=2, layout="contiguous", head_dim=16, head_dim_v=48)),
     (HIGH, replace(ALONE, heads_q=2, layout="contiguous", head_dim=40, head_dim_v=8, causal=True)),
     (HIGH, replace(ALONE, dropout_p=0.3, dropout_origin=(3, 2, 9, 6), seed=4)),
+    # Steps of a listed tile are as many as each side has of its own.
+    (WIDE, replace(UNEQUAL, heads_q=2, heads_k=1, block_mask=32, ranges_of="bh", causal=True)),
+    (HIGH, replace(ALONE, heads_q=2, heads_k=2, block_mask=32, window=(20, 5), sink=True)),
+    (HIGH, replace(UNEQUAL, heads_q=2, heads_k=1, key_ranges=2, ranges_of="bh", used="q")),
+    (WIDE, replace(ALONE, heads_q=2, key_ranges=1, varlen="qk", batch=2, window=(-1, 9))),
 ]
 FORWARD = [
     (HIGH, 1, replace(UNEQUAL, heads_q=2, return_probs=True, dropout_p=0.4, softcap=2.0, seed=5)),
