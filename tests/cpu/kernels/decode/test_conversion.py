@@ -1,4 +1,6 @@
-"""The PTX that makes numbers of stored integers, executed here for every word there is."""
+"""The PTX that makes numbers of stored integers, executed here for every word there is. No kernel
+runs: processes of both kinds (`support.runs.interpreted`) will do.
+"""
 
 import re
 from typing import Any
@@ -10,7 +12,7 @@ pytest.importorskip("triton")
 
 import triton.language as tl
 
-from heedful.kernels.portable.decode.cache import conversion, conversion_by_fma, unit_of
+from heedful.kernels.portable.decode.cache import assembly, unit_of
 
 SIGNS = {"bf16": (8, 7, 127), "f16": (5, 10, 15)}  # bits of exponent and mantissa, bias
 
@@ -91,11 +93,24 @@ def test_every_stored_integer_becomes_its_number_exactly(values, is_bf16, how):
     unit = unit_of(values, tl.int8, tl.bfloat16 if is_bf16 else tl.float16, how)
     bits = 16 // values
     for i in range(values):
-        text = conversion(values, "int8", is_bf16, i)
-        if how == 2:
-            text = conversion_by_fma(values, is_bf16, i)
-        got = executed(text, low | high << 16)
+        got = executed(assembly(values, tl.int8, is_bf16, how, i), low | high << 16)
         for found, word in zip(got, (low, high), strict=True):
             stored = word >> bits * i & ((1 << bits) - 1)
             want = stored - (stored >> bits - 1 << bits)
             assert np.array_equal(found * unit, want)
+
+
+@pytest.mark.parametrize("how", [1, 2])
+@pytest.mark.parametrize(
+    "stored, kind",
+    [(tl.float8e4nv, "e4m3"), (tl.float8e5, "e5m2"), (tl.float8e4b8, "e4m3")],
+    ids=str,
+)
+def test_floats_of_8_bits_become_float16_by_the_instruction_of_their_kind(stored, kind, how):
+    for i, byte in ((0, "0x4420"), (1, "0x4431")):
+        text = assembly(2, stored, False, how, i)
+        assert f"cvt.rn.f16x2.{kind}x2 t, c;" in text and f"prmt.b32 t, t, 0, {byte};" in text
+        assert text.endswith(" mov.b32 $0, t; }")
+        wide = assembly(2, stored, True, how, i)
+        assert f"cvt.rn.f16x2.{kind}x2 t, c;" in wide and "cvt.rn.bf16x2.f32 $0, g, f;" in wide
+        assert f"prmt.b32 t, t, 0, {byte};" in wide

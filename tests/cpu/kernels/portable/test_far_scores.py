@@ -52,6 +52,9 @@ SPLIT = (
     far(wide(HALF, num_splits=3), score=23),
     far(wide(HALF, num_splits=2, sink=True), score=26, far_sink=True),
     far(wide(HALF, num_splits=3, alibi="h"), slope=20),
+    # Probabilities are of the maximum and the sum of such rows.
+    far(wide(FEW, num_splits=1, return_probs=True, causal=True), (-1e9,), bias_dtype="float32"),
+    far(wide(HALF, num_splits=1, return_probs=True), score=23),
 )
 
 

@@ -227,6 +227,11 @@ def test_tiles_of_ranges_need_no_mask_where_every_row_sees_all_of_them(bounds, p
             shown = (cols >= own[..., :1]) & (cols < own[..., 1:])
             seen = shown.view(*shown.shape[:2], MOST, n)
             assert (counts[tile] > 0)[seen.any(3).any(1).any(0)].all(), told
+            # What lies between the first and the last key of a run is visited, and no more.
+            visited = torch.zeros(MOST, dtype=torch.bool)
+            for begin, end in zip(own[..., 0].amin(0), own[..., 1].amax(0), strict=True):
+                visited[begin // n : (end + n - 1) // n] = True
+            assert (counts[tile] > 0).equal(visited), told
             full = seen.all(3).all(0)
             before = torch.arange(MOST) * n < own[:, 0, 1].max()
             most = max((full[i] & ~(before & bool(i))).sum() for i in range(pairs))
