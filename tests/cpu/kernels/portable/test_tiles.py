@@ -211,7 +211,7 @@ def test_tiles_of_ranges_need_no_mask_where_every_row_sees_all_of_them(bounds, p
         len_q, len_k = drawn.randint(1, 3 * m), drawn.randint(1, drawn.choice((1, MOST)) * n)
         ranges = drawn_ranges(drawn, len_q, len_k, pairs)
         # A bound of the first tile's last row, or first row, lies at an edge of tiles or beside it.
-        at = len_k - len_q + (m + bounds[1] + 1 if draw % 2 else -bounds[0])
+        at = len_k - len_q + drawn.choice((0, m - 1)) + (bounds[1] + 1 if draw % 2 else -bounds[0])
         mask = MaskSpec(*bounds, shift=-at % n + drawn.choice((-1, 0, 1)))
         counts = visits("visit_keys", mask, sides, len_q, len_k, ranges=ranges)
         told = f"{mask} {len_q} x {len_k} {ranges.tolist()}\n{counts}"
