@@ -142,3 +142,93 @@ def test_more_splits_are_left_out_where_they_took_longer_twice(times, chosen, pr
     found = splits._probed(calls, lambda count: True, clock, chosen)
     assert list(found) == probed
     assert all(found[count] == pytest.approx(times[count]) for count in found)
+
+
+def test_regret_is_how_much_longer_than_the_best_of_all_the_chosen_count_takes():
+    rows = [splits.Timed(count, us, us, us, 3) for count, us in ((1, 30.0), (2, 20.0), (4, 25.0))]
+    assert [splits.regret(rows, count) for count in (1, 2, 4, 8)] == [0.5, 0.0, 0.25, math.inf]
+
+
+def test_results_are_checked_at_both_ends_of_the_batch_and_of_the_heads():
+    shape = Shape(2, 5, 90, 6, 3, 64, True)
+    q, k, v, dout = inputs = splits.draw(splits.Case("splits", shape.problem()), CPU)
+    one = flash_attn_func(q, k, v, causal=True, backend="cpu")
+    right = splits.Checked(shape, inputs, one)
+    assert right.wrong is None and right.why_wrong(one) is None
+    for batch, head, named in ((0, 1, "batch 0, KV head 0"), (1, 4, "batch 1, KV head 2")):
+        moved = one.clone()
+        moved[batch, :, head] += 1
+        wrong = splits.Checked(shape, inputs, moved)
+        assert named in (wrong.why_wrong(one) or "") and "one split: " in (
+            wrong.why_wrong(one) or ""
+        )
+    assert splits.Checked(shape, inputs, one).why_wrong(one[:, 1:]) == (
+        "out has shape (2, 4, 6, 64), not (2, 5, 6, 64)"
+    )
+    # Both results may round: within twice what one may be off by, and no more.
+    apart = torch.full_like(one, 0.9 * right._bound)
+    assert right.why_wrong(one.double() + apart.double()) is None
+    assert "more than" in (right.why_wrong(one.double() + 1.2 * apart.double()) or "")
+
+
+def test_what_was_recorded_is_said_in_shares(monkeypatch):
+    clock = iter([10.0, *[11.0] * 11, 12.5])
+    monkeypatch.setattr(splits.time, "perf_counter", lambda: next(clock))
+    slower = iter([1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 2.0])
+    chosen = cut(SMALL, DRAWN_FOR).chosen
+
+    def measured(shape, device, planned, units):
+        assert (shape, device, units) == (SMALL, CPU, UNITS)
+        us = next(slower, None)
+        if us is None:
+            raise RuntimeError("no room\nat all")
+        fast = splits.Timed(99, 10.0, 9.0, 11.0, 30)
+        return [splits.Timed(chosen, 10 * us, 9.0, 31.0, 30), fast], {7: "slow"}
+
+    monkeypatch.setattr(splits, "measure", measured)
+    out = io.StringIO()
+    said = list(splits.record(out, CPU, DRAWN_FOR, 1.0, [SMALL] * 11))
+    assert said[:10] == [f"{SMALL}: 7 splits: slow"] * 10
+    assert said[10].startswith(f"{SMALL}: 1 splits: ") and "no room" in said[10]
+    assert said[11] == "10 of 11 shapes in 2.5 s"
+    shares = "0.500 of 50%, 1.000 of 90%, 1.000 of 95%, 1.000 of all"
+    assert said[12] == f"regret of the planner: {shares}" and len(said) == 13
+    row = out.getvalue().splitlines()[-2].split(",")
+    tiles = [str(size) for size in cut(SMALL, DRAWN_FOR).tiles]
+    assert row[:7] == ["2", "5", "700", "4", "2", "64", "1"] and row[7:10] == tiles
+    assert row[10:] == [str(chosen), str(chosen), "20.00", "9.00", "31.00", "30"]
+
+
+@pytest.mark.parametrize("pack", [None, "HEEDFUL_PACK"])
+def test_the_program_compiles_what_no_pack_has_and_records_in_what_time_is_left(
+    pack, monkeypatch, tmp_path
+):
+    from heedful.torch.base import device
+
+    said, asked = [], []
+    file = tmp_path / "figures.csv"
+    clock = iter([5.0, 8.0])
+    monkeypatch.setattr(splits.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(splits.sys, "argv", ["splits", str(file), "20"])
+    monkeypatch.setattr(splits.script, "current_gpu", lambda: "a gpu")
+    monkeypatch.setattr(splits.script, "say", said.append)
+    monkeypatch.setattr(device, "device_spec", lambda gpu: f"spec of {gpu}")
+    monkeypatch.setattr(splits, "shapes", lambda: [SMALL])
+    monkeypatch.setattr(splits, "compile_first", lambda *what: f"compiled {what}")
+    monkeypatch.delenv("HEEDFUL_PACK", raising=False)
+    if pack:
+        monkeypatch.setenv(pack, "a folder")
+
+    def record(out, *what):
+        asked.append((out.name, *what))
+        yield "a line"
+
+    monkeypatch.setattr(splits, "record", record)
+    splits.main()
+    assert asked == [(str(file), "a gpu", "spec of a gpu", 17.0, [SMALL])]
+    compiled = [f"compiled {([SMALL], 'spec of a gpu', None)}"]
+    assert said == ([] if pack else compiled) + ["a line"]
+    said.clear()
+    monkeypatch.setattr(splits.sys, "argv", ["splits", "--pack", "a folder"])
+    splits.main()
+    assert said == [f"compiled {([SMALL], DRAWN_FOR, splits.Path('a folder'))}"]

@@ -67,3 +67,34 @@ def test_the_program_says_where_it_cannot_run(capsys):
         torchs.main()
     assert registry._active is None
     restore()
+
+
+def test_the_program_says_both_tables_and_what_was_called(monkeypatch):
+    said, order = [], []
+    monkeypatch.setattr(torchs.script, "current_gpu", lambda: CPU)
+    monkeypatch.setattr(torchs.script, "say", lambda *lines: said.extend(lines))
+    monkeypatch.setattr(torchs, "activate", lambda: order.append("activate") or "a report")
+    monkeypatch.setattr(torchs, "restore", lambda: order.append("restore"))
+    monkeypatch.setattr(torchs, "device_table", lambda *what: [f"{what}"])
+    monkeypatch.setattr(torchs, "host_table", lambda device: [f"host of {device}"])
+    torchs.main()
+    first = f"{(CPU, torchs.SHAPES, torchs.ROUNDS)}"
+    assert said == [first, "", "host of cpu", "", "a report"]
+    assert order == ["activate", "restore"]
+
+
+def test_a_line_has_medians_of_both_and_the_ratio_of_torchs_over_ours(monkeypatch):
+    times = {"flash_attn_func": [2.0, 4.0, 3.0], "activate()": [6.0, 6.0, 6.0]}
+    monkeypatch.setattr(torchs.Device, "enter_all", lambda self: None)
+    monkeypatch.setattr(torchs.Device, "times", lambda self, rounds: times)
+    head, forward, backward = torchs.device_table(CPU, [SMALL], 3)
+    assert head == " " * 35 + "flash_attn_func  activate()   ratio  (range)"
+    figures = "             3.0         6.0   2.000  (1.500 to 3.000)"
+    assert forward == f"{'forward  1 x 32, 4/2 x 16 causal':34}{figures}"
+    assert backward == f"{'backward 1 x 32, 4/2 x 16 causal':34}{figures}"
+
+
+def test_two_results_are_near_within_one_rounding_of_the_largest():
+    y = torch.tensor([1.0, -8.0], dtype=torch.bfloat16)
+    for moved, near in ((1 / 16, True), (-1 / 16, True), (0.0626, False)):
+        assert torchs._are_near(torch.tensor([1.0 + moved, -8.0]), y) is near

@@ -201,6 +201,23 @@ def test_an_error_that_they_look_for_is_found_and_named(flag, value):
         jax.config.update(flag, False)
 
 
+@pytest.mark.parametrize("rank", [2, 4])
+def test_a_mask_beside_a_bias_hides_keys_and_leaves_the_bias_of_others(rank):
+    """Whichever of both has fewer dims."""
+    q, k, v = inputs()
+    rows, cols = q.shape[1], k.shape[1]
+    bias = jnp.arange(rows * cols, dtype=jnp.float32).reshape(rows, cols) / 40
+    mask = jnp.arange(cols)[None, :] % 3 != jnp.arange(rows)[:, None] % 3
+    shape = (1,) * (rank - 2) + bias.shape
+    given = [(bias.reshape(shape), mask), (bias, mask.reshape(shape))]
+    for bias_, mask_ in given:
+        got = hj.dot_product_attention(q, k, v, bias=bias_, mask=mask_)
+        want = hj.dot_product_attention(q, k, v, jnp.where(mask, bias, -jnp.inf))
+        equal(got, want)
+        theirs = jax.nn.dot_product_attention(q, k, v, bias[None, None], mask[None, None])
+        assert jnp.abs(got - theirs).max() < 2e-5
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_the_residual_is_jax_nns(dtype):
     """Of key's dtype, without a gradient."""

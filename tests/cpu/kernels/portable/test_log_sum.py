@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.common.log_sum import log_sum_exp
+from heedful.kernels.common.statistics import any_far, is_far, with_statistics
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
 SUMS = torch.tensor([1.0, 3.0, 300.0, 1.7e5])
@@ -67,3 +68,34 @@ def test_base_2_keeps_what_float32_of_LOG2E_made(maximum):
 def test_rows_that_saw_nothing_leave_no_rest(base_2):
     lse, rest = pair(torch.tensor([-math.inf, 0.0] * 2), torch.tensor([0.0, 1.0] * 2), base_2)
     assert lse.tolist() == [-math.inf, 0.0] * 2 and rest.tolist() == [0.0] * 4
+
+
+@triton.jit
+def look(lse, far, reference, factor, anys, IS_EXACT: tl.constexpr):
+    at = tl.arange(0, 4)
+    lse_M = tl.load(lse + at)
+    tl.store(far + at, is_far(lse_M, IS_EXACT).to(tl.int32))
+    reference_M, factor_M = with_statistics(lse_M, lse_M - 1, lse_M * 0 + 4, IS_EXACT)
+    tl.store(reference + at, reference_M)
+    tl.store(factor + at, factor_M)
+    tl.store(anys, any_far(lse_M, IS_EXACT))
+
+
+@interpreted
+@pytest.mark.parametrize("exact, least", [(False, 1024.0), (True, 64.0)])
+def test_rows_are_far_from_the_least_such_magnitude_on(exact, least):
+    """Such rows have their maximum for a reference and the inverse of their sum for a factor."""
+    below = math.nextafter(least, 0) - 0.01
+    for rows, far in (
+        ([least, -least, below, -below], [1, 1, 0, 0]),
+        ([below, 0.0, -math.inf, math.inf], [0, 0, 0, 0]),
+        ([-below, 1e30, 0.0, -math.inf], [0, 1, 0, 0]),
+    ):
+        lse = torch.tensor(rows)
+        found, anys = torch.full((4,), -1, dtype=torch.int32), torch.full((1,), -1)
+        reference, factor = torch.zeros(4), torch.zeros(4)
+        look[(1,)](lse, found, reference, factor, anys, exact)
+        assert found.tolist() == far and anys.item() == max(far)
+        at_maximum = torch.tensor(far) == 1
+        assert reference.equal(torch.where(at_maximum, lse - 1, lse))
+        assert factor.tolist() == [0.25 if is_one else 1.0 for is_one in far]
