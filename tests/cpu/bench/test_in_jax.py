@@ -371,3 +371,17 @@ def test_every_training_shape_is_beside_cudnn_and_so_is_the_host(monkeypatch, ca
         "dispatch heedful: 6.0 us",
         "dispatch cudnn with gradients: 9.0 us",
     ]
+
+
+def test_a_line_has_every_way_its_launches_and_ratios():
+    spent = in_jax.Spent
+    launches = {
+        name: spent(**{f: 0 for f in spent._fields} | {"kernels": n, "copies": 4})
+        for name, n in (("PyTorch", 2), ("JAX", 3.5))
+    }
+    times = {"PyTorch": [2.0, 6.0, 4.0], "JAX": [2.0, 2.0, 2.0]}
+    row = in_jax.Measured(times, launches, {"xla": "no room"})
+    assert in_jax._line(SMALL[0], row, "xla") == (
+        f"{SMALL[0].name:52s} PyTorch 4.0 us; JAX 2.0 us (+1.5 kernels); xla: no room;"
+        " PyTorch / JAX 2.000"
+    )

@@ -129,6 +129,8 @@ def test_what_fails_says_why_and_the_rest_is_timed():
     [
         ({1: 90, 2: 50, 4: 30, 8: 46, 16: 47, 32: 20}, 4, [1, 2, 4, 8, 16]),
         ({1: 90, 2: 50, 4: 30, 8: 46, 16: 47, 32: 20}, 32, [1, 2, 4, 8, 16, 32]),
+        # The chosen one has its figure in any case, and others behind it have none.
+        ({1: 90, 2: 10, 4: 30, 8: 40, 16: 50, 32: 60, 64: 70}, 32, [1, 2, 4, 8, 32]),
         # Slow, but not slower than before.
         ({1: 90, 2: 10, 4: 30, 8: 20, 16: 30}, 1, [1, 2, 4, 8, 16]),
     ],
@@ -232,3 +234,26 @@ def test_the_program_compiles_what_no_pack_has_and_records_in_what_time_is_left(
     monkeypatch.setattr(splits.sys, "argv", ["splits", "--pack", "a folder"])
     splits.main()
     assert said == [f"compiled {([SMALL], DRAWN_FOR, splits.Path('a folder'))}"]
+
+
+def test_wrong_counts_are_left_out_and_others_go_on():
+    calls = {count: lambda: 1.0 for count in (1, 2, 4)}
+    found = splits._probed(calls, lambda count: count != 2, lambda *_: ([1e-6], None), 1)
+    assert found == {1: 1.0, 4: 1.0}
+
+
+def test_kernels_go_into_a_pack_where_a_folder_is_named(monkeypatch, tmp_path):
+    from heedful.launch import compiler
+    from heedful.launch.code import packs
+
+    compiled, written = [], []
+    made = variants([SMALL], DRAWN_FOR)
+    monkeypatch.setattr(splits, "compile_all", lambda calls, workers: compiled.append(calls))
+    monkeypatch.setattr(compiler, "artifact", lambda call, target: (call, target))
+    monkeypatch.setattr(packs, "write_pack", lambda *what: written.append(what))
+    forwards = sum(call.kernel.function == "forward" for call, _ in made.values())
+    for folder in (None, tmp_path):
+        told = splits.compile_first([SMALL], DRAWN_FOR, folder)
+        assert told.startswith(f"{len(made)} kernels, {forwards} of them forwards, in ")
+    assert compiled == [list(made.values())] * 2 and 0 < forwards < len(made)
+    assert written == [(tmp_path, made, {})]

@@ -15,6 +15,9 @@ import heedful.jax as typed  # noqa: E402
 hj: Any = typed
 
 
+ROTARY = ("rotary_cos", "rotary_sin")
+
+
 def inputs(batch=2, seqlen=9, heads=4, heads_k=2) -> tuple[Any, ...]:
     rng = np.random.default_rng(0)
     shapes = [(batch, seqlen, n, 8) for n in (heads, heads_k, heads_k)]
@@ -199,6 +202,14 @@ def test_an_error_that_they_look_for_is_found_and_named(flag, value):
             hj.flash_attn_func(q, k, v)
     finally:
         jax.config.update(flag, False)
+
+
+@pytest.mark.parametrize("name", ["k", "v", "rotary_cos", "rotary_sin"])
+def test_what_has_to_be_an_array_of_an_update_is_named_where_it_is_none(name):
+    q, k, v = inputs()
+    arrays: dict[str, Any] = {"k": k, "v": v} | {n: k[0, :, 0, :8] for n in ROTARY}
+    with pytest.raises(TypeError, match=f"^{name} must be"):
+        hj.flash_attn_with_kvcache(q, k, v, cache_seqlens=0, **arrays | {name: "text"})
 
 
 @pytest.mark.parametrize("rank", [2, 4])

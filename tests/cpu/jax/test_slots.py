@@ -4,6 +4,10 @@ import pytest
 
 pytest.importorskip("jax")
 
+import jax
+import jax.numpy as jnp
+
+from heedful.jax.gpu.empty import empty
 from heedful.jax.gpu.programs import Slots, slots
 
 
@@ -36,3 +40,12 @@ def test_an_array_that_is_written_is_a_result_in_the_place_of_its_last_parameter
 def test_an_array_that_is_written_in_two_places_before_the_last_is_refused(order):
     with pytest.raises(RuntimeError, match="x is written, and more than one operand"):
         slots(tuple(order.split()), frozenset("x"), frozenset())
+
+
+def test_memory_without_contents_has_a_name_that_tells_it_from_its_like():
+    def two():
+        return empty((2, 3), jnp.float16, "out"), empty((2, 3), jnp.float16, "lse")
+
+    text = jax.jit(two).trace().lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @AllocateBuffer()") == 2 and text.count("tensor<2x3xf16>") > 2
+    assert '"out"' in text and '"lse"' in text

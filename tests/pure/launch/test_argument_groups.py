@@ -1,6 +1,7 @@
 """Strides that kernels are given: of dims that an array lacks they are zero, so that any index of
 such a dim leads to the one array that there is."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from heedful.core.base.arrays import ArraySpec
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.kernels.args import kinds
-from heedful.launch.bind import groups
+from heedful.launch.bind import groups, hopper_groups
 from heedful.launch.spec import Pointer
 
 SHAPE, STRIDES = (3, 5, 7, 9), (5000, 900, 90, 1)
@@ -114,3 +115,35 @@ def test_scores_are_left_alone_where_a_positive_scale_is_all(facts, adjusted):
     found = made.IS_ADJUSTED, made.HAS_SOFTCAP
     assert found == (adjusted, "softcap" in facts)
     assert made.softcap.value == facts.get("softcap", 0.0)
+
+
+def test_slopes_and_biases_are_found_by_the_strides_of_their_dims():
+    problem = AttentionProblem.dense(3, 5, 9, 2, alibi=True, bias=True)
+    arrays = {
+        "alibi_slopes": ArraySpec((3, 2), (70, 3), "float32"),
+        "bias": ArraySpec((3, 2, 5, 9), (900, 400, 50, 2), "float32"),
+    }
+    for made in (groups.score_mods(problem, arrays), hopper_groups._score_mods(problem, arrays)):
+        assert made.stride_alibib.value == 70
+        strides = (made.bias.stride_b, made.bias.stride_h, made.bias.stride_m, made.bias.stride_n)
+        assert [stride.value for stride in strides] == [900, 400, 50, 2]
+
+
+@pytest.mark.parametrize(
+    "facts, bounds",
+    [
+        ({}, (None, None)),
+        ({"total_q": 12}, (5, 9)),
+        ({"total_k": 20}, (None, 9)),
+        ({"page_size": 4, "used_k": True}, (None, 9)),
+    ],
+    ids=str,
+)
+def test_a_bias_bounds_lengths_that_may_differ_from_its_own(facts, bounds):
+    problem = AttentionProblem.dense(3, 5, 9, 2, bias=True, **facts)
+    arrays = {"bias": ArraySpec((3, 2, 5, 9), (90, 45, 9, 1), "float32")}
+    made = hopper_groups._score_mods(problem, arrays)
+    found = made.longest_q, made.longest_k
+    assert tuple(None if x is None else x.value for x in found) == bounds
+    alone = hopper_groups._score_mods(replace(problem, bias=False), {})
+    assert alone.longest_q is None and alone.longest_k is None

@@ -253,6 +253,30 @@ def test_programs_of_all_heads_prefetch_each_line_of_a_tile_once(case, ahead):
     assert bool(want) == (case.layout != "heads_first")
 
 
+# Of each two sizes, no two alike: slices of keys and of values, their dims, heads, rows and pages.
+TINY = Case(dtype="float16", backward=False, batch=1, seqlen_q=1, seqlen_k=19, heads_q=2, heads_k=1)
+INT8 = replace(TINY, kv_dtype="int8", head_dim=64, head_dim_v=96, kv_group=32)
+APART = (
+    INT8,
+    replace(INT8, kv_shift=True, page_size=3, head_dim=96, head_dim_v=64),
+    replace(INT8, kv_group=16, head_dim_v=32, heads_q=3, causal=True, seqlen_q=2),
+    replace(TINY, kv_dtype="int4", head_dim=128, head_dim_v=64, kv_group=64, leftpad_k=True),
+    replace(
+        TINY, kv_dtype="float8_e5m2", head_dim=24, head_dim_v=40, heads_k=2, batch=2, alibi="bh"
+    ),
+    replace(TINY, v_in_k=True, head_dim=80, head_dim_v=64, page_size=4, window=(7, 0)),
+    replace(TINY, v_in_k=True, head_dim=576, head_dim_v=512, kv_dtype="fp8_ds_mla", page_size=5),
+    replace(TINY, head_dim=8, head_dim_v=24, layout="heads_first", sink=True, heads_k=2),
+)
+
+
+@interpreted
+@pytest.mark.parametrize("case", APART, ids=str)
+@pytest.mark.parametrize("rows", [16, 8])
+def test_no_size_is_taken_for_another(case, rows):
+    budget.run(Interpreted(2, replace(TILES, block_m=rows)), case)
+
+
 seen: set[str] = set()
 
 

@@ -14,6 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import heedful
+from heedful.torch.eager import saved
 from support.runs import standin
 from support.runs.interpreted import INTERPRETING, pass_in_the_interpreter, starts_interpreter
 
@@ -193,6 +194,23 @@ def test_a_hook_that_restores_another_tensor_is_told_so(wrong, machine):
     with pytest.raises(ValueError, match="saved-tensor hook"):
         gradients(*given, context=saved_tensors_hooks(lambda t: t, WRONG[wrong]))
     assert_same(gradients(*given), want)
+
+
+@pytest.mark.parametrize("wanted", ["out", "lse", "both"])
+def test_a_known_backward_is_taken_with_the_gradient_of_the_lse_where_there_is_one(
+    wanted, monkeypatch
+):
+    asked = []
+
+    def latest(self, tensors, dlse=None, slot=0):
+        asked.append((tensors[-1] is not None, dlse is not None, slot))
+
+    monkeypatch.setattr(saved.Backwards, "like_latest", latest)
+    q, k, v = (torch.randn(1, 9, 2, 16, requires_grad=True) for _ in range(3))
+    out, lse = heedful.flash_attn_func(q, k, v, return_lse=True)
+    {"out": out, "lse": lse}.get(wanted, out.sum() + lse.sum()).sum().backward()
+    has_dlse = wanted != "out"
+    assert asked and set(asked) == {(True, has_dlse, int(has_dlse))}
 
 
 @starts_interpreter
