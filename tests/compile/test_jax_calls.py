@@ -430,3 +430,43 @@ def _theirs(plugin, launch, name: str, zeroed) -> bytes:
     how = a.num_warps, a.cluster, a.shared_bytes, triton_call.digest(a), "", 90
     kernel = plugin.TritonKernel(a.symbol, *how)
     return plugin.TritonKernelCall(kernel, *launch.grid, parameters).to_proto(name, b"")
+
+
+@pytest.mark.parametrize(
+    "order, writes, live, found",
+    [
+        ("q", "", "", gpu.Slots(("q",), (), {})),
+        ("q out", "out", "", gpu.Slots(("q",), ("out",), {})),
+        ("q out lse", "out lse", "", gpu.Slots(("q",), ("out", "lse"), {})),
+        # What is not last, or has contents, is an operand and its alias.
+        ("out q", "out", "", gpu.Slots(("out", "q"), ("out",), {0: 0})),
+        ("q out", "out", "out", gpu.Slots(("q", "out"), ("out",), {1: 0})),
+        ("q out lse", "out lse", "out", gpu.Slots(("q", "out"), ("lse", "out"), {1: 1})),
+        ("q a b c", "a b c", "b", gpu.Slots(("q", "a", "b"), ("c", "a", "b"), {1: 1, 2: 2})),
+        # Twice, last: the first is the operand.
+        ("x q x", "x", "x", gpu.Slots(("x", "q"), ("x",), {0: 0})),
+        ("x x", "x", "", gpu.Slots(("x",), ("x",), {0: 0})),
+        ("x q x", "", "x", gpu.Slots(("x", "q", "x"), (), {})),
+    ],
+    ids=str,
+)
+def test_an_array_that_is_written_is_a_result_in_the_place_of_its_last_parameter(
+    order, writes, live, found
+):
+    got = gpu.slots(tuple(order.split()), frozenset(writes.split()), frozenset(live.split()))
+    assert got == found
+
+
+@pytest.mark.parametrize("order", ["x x q", "x q x q", "x x x"])
+def test_an_array_that_is_written_in_two_places_before_the_last_is_refused(order):
+    with pytest.raises(RuntimeError, match="x is written, and more than one operand"):
+        gpu.slots(tuple(order.split()), frozenset("x"), frozenset())
+
+
+def test_memory_without_contents_has_a_name_that_tells_it_from_its_like():
+    def two():
+        return empty.empty((2, 3), jnp.float16, "out"), empty.empty((2, 3), jnp.float16, "lse")
+
+    text = jax.jit(two).trace().lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @AllocateBuffer()") == 2 and text.count("tensor<2x3xf16>") > 2
+    assert '"out"' in text and '"lse"' in text

@@ -237,7 +237,7 @@ def test_the_program_compiles_what_no_pack_has_and_records_in_what_time_is_left(
 
 
 def test_wrong_counts_are_left_out_and_others_go_on():
-    calls = {count: lambda: 1.0 for count in (1, 2, 4)}
+    calls = {count: lambda: torch.ones(1) for count in (1, 2, 4)}
     found = splits._probed(calls, lambda count: count != 2, lambda *_: ([1e-6], None), 1)
     assert found == {1: 1.0, 4: 1.0}
 
