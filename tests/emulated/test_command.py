@@ -103,3 +103,34 @@ def test_a_python_kernel_is_compiled_and_run(tmp_path, capsys, target):
     words[words.index("i32=300")] = "i32=301"
     assert main(words) == 1
     assert "global-bounds" in capsys.readouterr().out
+
+
+def test_a_time_comes_with_its_range_and_a_picture(store, capsys, tmp_path):
+    picture = tmp_path / "waves.svg"
+    options = ["--grid", "8", "--arg", "f32:64=zeros", "--time", "2", "--svg", str(picture)]
+    assert main([store("s_waitcnt lgkmcnt(0)"), *options]) == 0
+    text = capsys.readouterr().out
+    assert "predicted" in text and "between" in text and "units busy" in text
+    assert "wave 0" in picture.read_text()
+    assert main([store("s_waitcnt lgkmcnt(0)"), *options, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)["time"]
+    assert facts["range"][0] <= facts["seconds"] <= facts["range"][1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--time", "2"], "from 1 to 1"),
+        (["--time", "1", "--schedule", "random:0"], "lockstep"),
+        (["--time", "1", "--save", "folder"], "cannot be compared or saved"),
+        (["--svg", "waves.svg"], "--time"),
+        (["--window", "0", "--svg", "waves.svg", "--time", "1"], "--window"),
+    ],
+)
+def test_a_time_refuses_what_it_cannot_do(store, capsys, options, message):
+    if "--save" in options:
+        options = [*options, "--set", "@0=f32:64=zeros"]
+    else:
+        options = [*options, "--arg", "f32:64=zeros"]
+    assert main([store("s_waitcnt lgkmcnt(0)"), *options]) == 2
+    assert message in capsys.readouterr().err

@@ -205,6 +205,8 @@ def _run(options: argparse.Namespace) -> _Outcome:
         raise ValueError("--time runs a part of the launch: outputs cannot be compared or saved")
     if options.svg and options.time is None:
         raise ValueError("--svg is a picture of what --time replays")
+    if options.window <= 0:
+        raise ValueError(f"--window must be above 0 clocks, got {options.window}")
     kernel: Code | Any = None
     if options.object:
         kernel = load_object(options.object, options.name, objdump=options.objdump)
