@@ -24,6 +24,7 @@ from heedful.inspector import (
 )
 from heedful.inspector.command import main
 from heedful.inspector.nvidia import Instruction, hot_loop, measure, parse_sass
+from heedful.inspector.timeline import events
 from heedful.launch.program.programs import program
 
 LOOP = """
@@ -230,3 +231,15 @@ def test_the_command_reads_files_and_draws(tmp_path, capsys):
     assert "65536 of 163840" in shown and "segment" in shown
     assert picture.read_text().startswith("<svg")
     assert main([str(tmp_path / "missing.s")]) == 2
+
+
+def test_the_timeline_keeps_vector_work_off_while_an_mfma_reads_its_sources():
+    """32 bytes of A and B a lane: until slot 3. Other units go on at once."""
+    body = "s_mov_b32 s8, 4\n1:\nv_mfma_f32_32x32x16_bf16 v[20:35], v[4:7], v[8:11], v[20:35]\n"
+    body += "v_add_f32_e32 v1, v2, v3\ns_sub_u32 s8, s8, 1\ns_cbranch_scc0 1b\n"
+    inspection = inspect(kernel(body, arch="gfx950"))
+    starts = {i.base: start for _, start, _, i in events(inspection)}
+    assert starts["v_mfma_f32_32x32x16_bf16"] == 0 and starts["v_add_f32"] == 3
+    swapped = body.replace("v_add_f32_e32 v1, v2, v3\n", "s_add_u32 s9, s9, s9\n")
+    starts = {i.base: s for _, s, _, i in events(inspect(kernel(swapped, arch="gfx950")))}
+    assert starts["s_add_u32"] == 1

@@ -9,20 +9,18 @@ written into heedful/emulator/clock/constants.py; then the tables are remade.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 
 import numpy as np
 
-from heedful.emulator.clock import fingerprint
 from heedful.emulator.clock.constants import CONSTANTS, constant
 from heedful.emulator.clock.grid import makespan, replay
 from heedful.emulator.clock.trace import Trace
 from objects.timed import CHIPS, KERNELS, Published, Timed, published
+from objects.writing import write_table
 
 SHORTEST = 4096
 # A figure below this part of the median of its object is listed apart.
@@ -32,12 +30,6 @@ FIT_CLOCK = ("fwd", "a16")
 FIT_ATOMICS = "gfx950 a32 full"
 # Lengths that are replayed; a workgroup's time is linear in the length.
 LENGTHS = {"fwd": (1024, 2048), "full": (768, 1536), "causal": (1152, 2304)}
-_HEAD = """# title: {title}
-# date: {day}
-# device: none: the emulator's clock {mark}; published: MI300X and MI355X
-# versions: ROCm/aiter's objects and op_tests/cpp/mha/README.md
-# method: {method}
-"""
 _ROWS = (
     "TFLOP/s that ROCm/aiter publishes for each shape with lengths from 4096 (head dim 128, "
     "bfloat16), beside what the clock and the null model predict. A workgroup of each object is "
@@ -271,23 +263,15 @@ def _ratio(entries: Sequence[tuple[float, float, float]]) -> list[str]:
     ]
 
 
-def _write(path: Path, title: str, method: str, head: Sequence[str], lines: Sequence[Sequence]):
-    with path.open("w", newline="") as file:
-        mark = fingerprint()
-        file.write(_HEAD.format(title=title, day=date.today(), method=method, mark=mark))
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerows([head, *lines])
-
-
 def write(folder: Path, results: Sequence[Result]):
     """The three tables."""
     head = ["object", "role", "rows", "bias", "median error", "within 15 %", "worst"]
     head += ["null: median", "null: within 15 %", "null: worst"]
     lines = summaries(results)
-    _write(folder / "050-clock.csv", "The clock by object", _SUMMARY, head, lines)
+    write_table(folder / "050-clock.csv", "The clock by object", _SUMMARY, head, lines)
     head = ["pair", "shapes", "median error", "null: median", "within 8 %", "null: within 8 %"]
     lines = ratios(results)
-    _write(folder / "051-ratios.csv", "The clock by pair", _RATIOS, [*head, "order"], lines)
+    write_table(folder / "051-ratios.csv", "The clock by pair", _RATIOS, [*head, "order"], lines)
     head = ["object", "role", "batch", "heads", "kv heads", "length", "published", "predicted"]
     lines = [
         [
@@ -302,7 +286,7 @@ def write(folder: Path, results: Sequence[Result]):
         for r in results
     ]
     head += ["error", "null"]
-    _write(folder / "052-clock-rows.csv", "The clock by shape", _ROWS, head, lines)
+    write_table(folder / "052-clock-rows.csv", "The clock by shape", _ROWS, head, lines)
 
 
 def main() -> int:

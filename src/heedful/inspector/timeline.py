@@ -1,7 +1,8 @@
 """A picture of one turn of the hot loop: when each unit is busy if one wave runs alone.
 
-Instructions issue in order, one a slot; an MFMA starts when the matrix unit is free and runs beside
-what follows. Latencies of memory are left out: it shows structure, not time on the clock.
+Instructions issue in order, one a slot; an MFMA starts when the matrix unit is free, holds vector
+instructions off while it reads its sources, and runs beside what follows. Latencies of memory are
+left out: it shows structure, not time on the clock.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from html import escape
 
 from heedful.emulator.checks.waitstates import Shape
+from heedful.emulator.clock.work import work_of
 from heedful.emulator.program.asm import Instruction
 from heedful.emulator.program.dataflow import flow
 from heedful.inspector.inspection import Inspection
@@ -42,17 +44,18 @@ def _unit(instruction: Instruction) -> str:
 
 def events(inspection: Inspection) -> Iterator[tuple[str, float, float, Instruction]]:
     """(unit, start, length, instruction) of each instruction of the hot loop, in slots."""
-    arch, now, matrix_free = inspection.resources.arch, 0.0, 0.0
+    arch, now, matrix_free, vector_free = inspection.resources.arch, 0.0, 0.0, 0.0
     for instruction in inspection.loop_code:
         unit = _unit(instruction)
         if unit == "MFMA":
             start = max(now, matrix_free)
             length = float(Shape(instruction, flow(instruction), arch).passes)
             matrix_free, now = start + length, start + 1
+            vector_free = start + work_of(instruction.text, arch).hold
         else:
-            start = now
+            start = max(now, vector_free) if unit == "VALU" else now
             length = float(measure([instruction], arch).valu_slots or 1)
-            now += length
+            now = start + length
         yield unit, start, length, instruction
 
 

@@ -10,7 +10,7 @@ from heedful.emulator.clock import fingerprint
 FOLDER = Path(__file__).parents[3] / "measurements" / "emulator"
 
 
-@pytest.mark.parametrize("name", ["050-clock", "051-ratios", "052-clock-rows"])
+@pytest.mark.parametrize("name", ["050-clock", "051-ratios", "052-clock-rows", "054-own"])
 def test_a_changed_clock_remakes_its_tables(name):
     """python -m objects.clock, in tools: any change of the clock predicts every row anew."""
     assert f"clock {fingerprint()};" in (FOLDER / f"{name}.csv").read_text()
