@@ -17,6 +17,7 @@ _ROLES = {
     "decode": "forward",
     "mla": "forward",
     "mla_swap_ab": "forward",
+    "mla_converting": "forward",
     "combine_splits": "merge",
     "clear_unused": "clear",
     "clear_outside": "clear outside",

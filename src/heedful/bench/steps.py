@@ -24,7 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heedful import dequantize_kv, flash_attn_varlen_func, flash_attn_with_kvcache, quantize_kv
+from heedful import (
+    dequantize_kv,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    pack_latent,
+    quantize_kv,
+    unpack_latent,
+)
 from heedful.bench import mixed
 from heedful.bench.harness import protocol, script
 from heedful.bench.harness.caches import Drawn, Tensors
@@ -34,12 +41,12 @@ from heedful.bench.harness.peers import Inputs
 from heedful.bench.harness.protocol import Row
 from heedful.bench.harness.timing import Spread
 from heedful.core.call.mask import MaskSpec
-from heedful.core.call.problem import ITEM_BITS, AttentionProblem
+from heedful.core.call.problem import ITEM_BITS, LATENT_ROW_BYTES, LATENT_ROWS, AttentionProblem
 from heedful.core.registry.by_hand import forced
 
 ROUNDS = 7
 Call = Callable[[], Tensor]
-BACKENDS = ("decode", "hopper", "hopper_decode", "mla", "mla_swap_ab", "portable")
+BACKENDS = ("decode", "hopper", "hopper_decode", "mla", "mla_converting", "mla_swap_ab", "portable")
 WORKSPACE_BYTES = 256 * 1024**2
 
 
@@ -74,7 +81,9 @@ class Step:
         rows = (sum(seen) + self.prefix) * self.heads[1]
         values = self.dims[0] if self.is_mla else sum(self.dims)
         scales = 0
-        if self.stored:
+        if self.stored == LATENT_ROWS:
+            scales = rows * (LATENT_ROW_BYTES - self.dims[0]) // 4
+        elif self.stored:
             scales = 2 * (len(self.lengths) * self.heads[1] if self.by_head else rows)
         pages = sum(-(-n // self.page) for n in seen) if self.page else 0
         return rows * values * ITEM_BITS[self.stored or "bfloat16"] // 8 + 4 * (scales + pages)
@@ -122,6 +131,14 @@ STEPS = (
     Step("64 x 1024", (1024,) * 64, bar=0.90),
     Step("64 x 1024, pages of 16", (1024,) * 64, page=16, bar=0.86),
     Step("64 x 1024, pages of 16, 192 padded", (1024,) * 64, page=16, padded=192),
+    *(
+        Step(f"MLA {count} x 8192, {heads} heads, {words}", (8192,) * count, (heads, 1), **kind)
+        for count, heads in ((16, 16), (64, 16), (16, 128))
+        for words, kind in (
+            ("e4m3", {**_LATENT, "stored": "float8_e4m3fn", "by_head": True}),
+            ("rows of bytes", {**_LATENT, "stored": LATENT_ROWS}),
+        )
+    ),
 )
 # The targets of one step beside another: (step, peer, step, peer, most of its time).
 PAIRS = (
@@ -147,7 +164,7 @@ def draw(step: Step, device: torch.device, seed: int = 0) -> Tensors:
         lead = (pages, step.page)
     q = drawn.normal(batch, 1, heads, dim)
     k, k_scale = _stored(step, drawn.normal(*lead, heads_k, dim))
-    v, v_scale = k[..., :dim_v], None
+    v, v_scale = k if step.stored == LATENT_ROWS else k[..., :dim_v], k_scale
     if not step.is_mla:
         v, v_scale = _stored(step, drawn.normal(*lead, heads_k, dim_v))
     lengths = step.lengths + (0,) * step.padded
@@ -164,6 +181,8 @@ def draw(step: Step, device: torch.device, seed: int = 0) -> Tensors:
 def _stored(step: Step, x: Tensor) -> tuple[Tensor, Tensor | None]:
     if not step.stored:
         return x, None
+    if step.stored == LATENT_ROWS:
+        return pack_latent(x), None
     if step.by_head:
         # Normal values are in the range of the dtype as they are.
         batch, heads = len(step.lengths), x.shape[-2]
@@ -179,6 +198,8 @@ def sequence(step: Step, t: Tensors, number: int) -> tuple[Tensor, Tensor]:
     for which, x, scale in ((0, t.k, t.k_scale), (1, t.v, t.v_scale)):
         place = number if t.table is None else t.table[number]
         rows = x[place].flatten(0, -3)[: step.lengths[number]]
+        if step.stored == LATENT_ROWS:
+            rows = unpack_latent(rows)[..., : step.dims[which]]
         if step.by_head:
             assert scale is not None
             rows = rows.float() * scale[number, :, None]

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from compile.test_decode import buffers_of
 from heedful.core.base.device import by_name
-from heedful.core.call.problem import AttentionProblem
+from heedful.core.call.problem import LATENT_ROWS, AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.core.registry.by_hand import forced
 from heedful.inspector.nvidia import disassemble, measure, parse_sass
@@ -38,6 +38,12 @@ PROBLEMS = {
     "swapped, four tokens": {"heads_q": 8, "seqlen_q": 4, "causal": True, "page_size": 16},
     "swapped, one length": {"heads_q": 32, "dtype": "float16", "used_k": False, "num_splits": 1},
     "swapped, merged by all": {"heads_q": 32, "page_size": 16},
+    # Of 8 bits, which are converted in registers.
+    "converting": {"heads_q": 16, "page_size": 64, "kv_dtype": "float8_e4m3fn"},
+    "converting, 128 heads": {"heads_q": 128, "page_size": 16, "kv_dtype": "float8_e4m3fn"},
+    "converting, one length": {"heads_q": 32, "used_k": False, "kv_dtype": "float8_e4m3fn"},
+    "converting rows": {"heads_q": 16, "page_size": 64, "kv_dtype": LATENT_ROWS},
+    "converting rows, whole": {"heads_q": 8, "num_splits": 1, "kv_dtype": LATENT_ROWS},
 }
 # It takes ten seconds to compile one. By default: each dtype, mask, way of telling lengths, and
 # order of products; small pages.
@@ -52,17 +58,19 @@ SPILLS = {
     "in order, pages of 16": 2,
 }
 SWAPPED = [name for name in PROBLEMS if name.startswith("swapped")]
+CONVERTING = [name for name in PROBLEMS if name.startswith("converting")]
 BY_DEFAULT = [
     pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow])
     for name in PROBLEMS
-    if name not in SWAPPED
+    if name not in (*SWAPPED, *CONVERTING)
 ]
 
 
 def sass_of(name: str):
     facts = {"seqlen_q": 1, "used_k": True, **PROBLEMS[name]}
     heads = (facts.pop("heads_q"), 1)
-    backend = facts.pop("backend", "mla_swap_ab" if name in SWAPPED else "mla")
+    kernel = "mla_swap_ab" if name in SWAPPED else "mla_converting"
+    backend = facts.pop("backend", kernel if name in (*SWAPPED, *CONVERTING) else "mla")
     problem = AttentionProblem.dense(
         4,
         facts.pop("seqlen_q"),
@@ -120,3 +128,29 @@ def test_the_loop_over_keys_of_few_rows_has_a_block_of_products_and_no_spill(nam
     rows = PROBLEMS[name]["heads_q"] * PROBLEMS[name].get("seqlen_q", 1)
     shape = 16 if rows <= 16 else 32
     assert sum(f"64x{shape}x16" in text for text in words) == 4 * (9 + 8)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in CONVERTING[::3] else [pytest.mark.slow])
+        for name in CONVERTING
+    ],
+)
+def test_values_of_8_bits_become_left_operands_by_one_conversion_for_two_and_no_exchange(name):
+    code, labels, branches = sass_of(name)
+    loops = [(labels[to], at + 1) for at, to in branches if labels.get(to, at + 1) <= at]
+    # Nine boxes of keys by queries, eight of values by probabilities, of four products each.
+    steps = [b for b in loops if measure(code[slice(*b)]).wgmma == 4 * (9 + 8)]
+    begin, end = min(steps, key=lambda b: b[1] - b[0])
+    assert measure(code[begin:end]).spills == 0
+    words = [instruction.text for instruction in code[begin:end]]
+    # A thread has half a value of each key and column: of keys those of 8 bits, of values 512.
+    is_rows = PROBLEMS[name]["kv_dtype"] == LATENT_ROWS
+    keys, values = (512 if is_rows else 576) // 2, 512 // 2
+    assert sum("F2FP.F16.E4M3.UNPACK" in text for text in words) == (keys + values) // 2
+    # Loads of four registers, of two pairs of columns each; those of values are also permuted.
+    assert sum("LDSM.16.M" in text for text in words) == (keys + values) // 16
+    assert sum("PRMT" in text for text in words) <= values // 4 + 2
+    # Products run into each other: waits for those before the box before, and for the last.
+    assert sum("WARPGROUP.DEPBAR" in text for text in words) == (4 + 4 if is_rows else 5 + 4)

@@ -126,6 +126,7 @@ def test_bytes_are_those_that_a_step_must_read():
     assert replace(plain, prefix=8192).read_bytes() == plain.read_bytes() // 64 * 65
     latent = replace(plain, heads=(16, 1), dims=(576, 512))
     assert latent.read_bytes() == 64 * 8192 * 576 * 2
+    assert replace(latent, stored="fp8_ds_mla").read_bytes() == 64 * 8192 * 656
 
 
 def test_values_of_latent_vectors_are_their_keys_first_columns():
@@ -134,6 +135,15 @@ def test_values_of_latent_vectors_are_their_keys_first_columns():
     assert t.v.data_ptr() == t.k.data_ptr() and t.v.stride() == t.k.stride()
     k, v = sequence(step, t, 1)
     assert k.shape == (64, 1, 576) and torch.equal(v, k[..., :512])
+
+
+@pytest.mark.parametrize("words", ("e4m3", "rows of bytes"))
+def test_steps_over_latent_vectors_of_8_bits_are_right(words):
+    wanted = next(step for step in STEPS if step.name.endswith(f"16 heads, {words}"))
+    step = replace(small(wanted), lengths=(64, 33))
+    t = draw(step, CPU)
+    assert t.v.data_ptr() == t.k.data_ptr() and t.k.element_size() == 1
+    assert steps.reference(step, t).why_wrong(steps.heedful(step, t)()) is None
 
 
 def test_pages_lie_shuffled_and_hold_their_sequence():

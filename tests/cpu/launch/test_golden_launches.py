@@ -114,6 +114,11 @@ FEW_ROWS = (
     *(replace(case, heads_q=8, seqlen_q=1) for case in MLA[3:]),
     replace(LATENT, heads_q=16, seqlen_q=2, causal=True, page_size=64),
 )
+STORED_LATENT = (
+    *(replace(case, kv_dtype="float8_e4m3fn") for case in (*MLA[:3], *MLA[4:])),
+    replace(LATENT, kv_dtype="fp8_ds_mla"),
+    replace(LATENT, kv_dtype="fp8_ds_mla", heads_q=128, page_size=64, num_splits=3),
+)
 HOPPER_DECODES = (
     *DECODES[:4],
     replace(DECODE, used=""),
@@ -134,6 +139,7 @@ CDNA = (
 DEVICES: dict[tuple[str, str], tuple[Case, ...]] = {
     ("H200", "mla"): MLA,
     ("H200", "mla_swap_ab"): FEW_ROWS,
+    ("H200", "mla_converting"): STORED_LATENT,
     ("H200", "hopper_decode"): HOPPER_DECODES,
     ("H200", "mixed"): MIXES,
     ("H200", "hopper_mixed"): MIXES,

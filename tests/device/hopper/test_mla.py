@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import heedful.torch as heedful
+from heedful.core.call.problem import LATENT_ROWS
 from heedful.core.registry.by_hand import forced
 from heedful.core.registry.gates import SWAP_AB_ROWS
 from support.hopper.device import WITH_TRITON_3_9
@@ -56,7 +57,20 @@ SWAP_AB_CASES = (
     replace(PLAIN, heads_q=32, used="k", batch=5, seqlen_k=1500, dtype="float16"),
     replace(PLAIN, heads_q=4, used="k", page_size=16, scale=3.0, seqlen_k=3000),
 )
+# Of 8 bits: rows must begin at multiples of 16 bytes; rows of bytes have 576 columns beside queries
+# of bfloat16. Tiles of 16 rows, one of 32 and several.
+CONVERTING_CASES = (
+    *(replace(case, kv_dtype="float8_e4m3fn") for case in CASES),
+    replace(PLAIN, heads_q=32, used="k", kv_dtype="float8_e4m3fn", dtype="float16"),
+    *(
+        replace(case, kv_dtype=LATENT_ROWS, dtype="bfloat16", layout="contiguous")
+        for case in CASES
+        if case.head_dim == 576
+    ),
+)
 BY_KERNEL = [
+    *(("mla_converting", case) for case in CONVERTING_CASES),
+    *(("mla_converting+merge=1", case) for case in CONVERTING_CASES),
     *(("mla", case) for case in CASES),
     *(("mla+query_boxes=2+merge=0", case) for case in CASES if case.seqlen_q * case.heads_q > 32),
     *(("mla_swap_ab", case) for case in SWAP_AB_CASES),

@@ -29,6 +29,10 @@ OPTIONS = {
         *("num_stages", "least_tiles", "overhead"),
         *("producer_regs", "merge_values", "merge"),
     ),
+    "mla_converting.forward": (
+        *("num_stages", "least_tiles", "overhead", "programs", "registers"),
+        *("producer_regs", "merge_values", "merge"),
+    ),
     "mla.forward": (
         *("query_boxes", "merge_values", "overhead", "least_tiles"),
         *("ahead", "in_order", "merge"),

@@ -284,7 +284,7 @@ def _mixed(
     )
 
 
-def _latent(name: str, few_rows: Gate) -> Variant:
+def _latent(name: str, few_rows: Gate, *more: Gate, **facts: Any) -> Variant:
     """A kernel for latent vectors. few_rows: whether it is the one for few query rows."""
     return _on_hopper(
         "decode",
@@ -294,8 +294,9 @@ def _latent(name: str, few_rows: Gate) -> Variant:
         "mla",
         f"{name}.forward",
         max_dim=gates.LATENT_KEY_DIM,
-        gates=(gates.values_in_keys, *_CACHE_GATES, few_rows),
+        gates=(gates.values_in_keys, *_CACHE_GATES, few_rows, *more),
         alias=name,
+        **facts,
     )
 
 
@@ -329,6 +330,15 @@ _SHORT = (_OF_DECODE, "decode.forward", mixed.queries_of_few_tiles, mixed.some_f
 VARIANTS: tuple[Variant, ...] = (
     _latent("mla_swap_ab", gates.rows_of_swapped_products),
     _latent("mla", gates.few_rows),
+    _latent(
+        "mla_converting",
+        gates.few_rows,
+        gates.scales_of_heads,
+        gates.bfloat16_beside_rows,
+        kv_dtypes=(*_E4M3, LATENT_ROWS),
+        converts=True,
+        unrun=frozenset({"causal", "diagonal", "kv_batch_idx", "leftpad_k"}),
+    ),
     _on_hopper(
         "decode",
         "hopper",

@@ -206,6 +206,13 @@ def all_merge_sooner(problem: AttentionProblem) -> bool:
     return problem.num_splits == 0 and bool(have_many_sms(tiles))
 
 
+def all_merge_sooner_in_lines(problem: AttentionProblem) -> bool:
+    """The same where a sequence may have several tiles of 32 rows. Each of them, of each KV head,
+    has programs of its own, and all must run at once."""
+    lines = problem.heads_k * -(-problem.seqlen_q * problem.group // 32)
+    return all_merge_sooner(problem) and bool(have_many_sms(lines))
+
+
 @opaque
 def have_many_sms(tiles: int) -> bool:
     """Whether each of so many row tiles has many of an H200's SMs."""

@@ -264,6 +264,16 @@ def _mla_swap_ab(
     return ConfigRow(kernel, ("sm_90",), 576, config, _H200_26, _all_of(when), units)
 
 
+def _mla_converting(
+    rows: int, options: dict[str, Any], *when: Callable[[AttentionProblem], bool]
+) -> ConfigRow:
+    """The same over latent vectors of 8 bits."""
+    config = tiles.MlaConvertingConfig(rows, 64, 4, **{"programs": 2, **options})
+    units = where.MLA_SMS // where.MLA_SWAP_LEAST_SMS if config.merge else 0
+    kernel = "mla_converting.forward"
+    return ConfigRow(kernel, ("sm_90",), 576, config, _H200_27, _all_of(when), units)
+
+
 def _all_of(when: Sequence[Callable[[AttentionProblem], bool]]):
     """A condition: whether all of `when` accept the problem."""
 
@@ -287,6 +297,7 @@ _THREE: dict[str, Any] = {"programs": 3, "registers": 168}
 _FOUR: dict[str, Any] = {"conversion": 2, "programs": 4}
 _MLA_PAGES: dict[str, Any] = {"consumer_regs": 232, "producer_regs": 40}
 _MLA_TILES: dict[str, Any] = {"ahead": 1, "in_order": 1}
+_ALONE: dict[str, Any] = {"programs": 1, "registers": 0, "producer_regs": 56}
 
 ROWS: list[ConfigRow] = [
     _hopper(128, (128, 128, 4, 2), where.quantised_packs, _FITS, **_TWO_CONVERT, pack_gqa=True),
@@ -435,6 +446,19 @@ ROWS: list[ConfigRow] = [
         for rows, of_rows in ((16, where.sixteen_rows), (32, where.always))
         for when, options in (
             (where.all_merge_sooner, {"merge": 1, "least_tiles": 2}),
+            (where.always, {"least_tiles": 4}),
+        )
+    ),
+    *(
+        _mla_converting(rows, {**options, **facts}, of_rows, of_keys, when)
+        for rows, of_rows, of_keys, facts in (
+            (16, where.sixteen_rows, where.always, {"num_stages": 2}),
+            # Probabilities of each group of columns take room.
+            (32, where.always, where.rows_of_bytes, {"num_stages": 3, **_ALONE}),
+            (32, where.always, where.always, {"num_stages": 2}),
+        )
+        for when, options in (
+            (where.all_merge_sooner_in_lines, {"merge": 1, "least_tiles": 2}),
             (where.always, {"least_tiles": 4}),
         )
     ),

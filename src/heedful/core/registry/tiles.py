@@ -144,6 +144,15 @@ class MlaSwapConfig(SharedKeysConfig):
 
 
 @dataclass(frozen=True, slots=True)
+class MlaConvertingConfig(MlaSwapConfig):
+    """The same over latent vectors of 8 bits. registers: as in `HopperDecodeConfig`."""
+
+    merge_values: int = 64
+    producer_regs: int = 24
+    registers: int = 128
+
+
+@dataclass(frozen=True, slots=True)
 class HopperDecodeConfig(SharedKeysConfig):
     """A tile of the Hopper decode: 64 query rows, of one consumer. num_stages: stages of keys, and
     of values. merge: as in `MlaConfig`. registers: those of a thread when a program begins, 0 = as

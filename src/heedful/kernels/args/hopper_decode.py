@@ -5,7 +5,7 @@ from typing import NamedTuple
 from heedful.kernels.args.decode import DecodeWork
 from heedful.kernels.args.hopper import KVRows
 from heedful.kernels.args.kinds import Const, In, Num, Out, Ptr, Rows, SplitRows, SplitRowVector
-from heedful.kernels.args.mla import MlaSwapTile, MlaTile
+from heedful.kernels.args.mla import MlaConvertingTile, MlaSwapTile, MlaTile
 from heedful.kernels.args.portable import AppendIO, Rotary
 from heedful.kernels.args.shared import KVLayout, Mask, Sequences, Shape
 
@@ -51,7 +51,7 @@ class HopperDecodeParams(NamedTuple):
     kv: KVLayout
     kv_rows: KVRows
     work: DecodeWork
-    tile: HopperDecodeTile | MlaTile | MlaSwapTile
+    tile: HopperDecodeTile | MlaTile | MlaSwapTile | MlaConvertingTile
     sink: In[Ptr]
     scale_log2: Num
 

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from heedful.kernels.args.kinds import Const, In, Out, Ptr, Rows, SplitRows, SplitRowVector
+from heedful.kernels.args.shared import Descale
 
 
 class MlaIO(NamedTuple):
@@ -10,6 +11,22 @@ class MlaIO(NamedTuple):
 
     q: In[Rows]
     k: In[Ptr]
+    out: Out[SplitRows]
+    lse: Out[SplitRowVector]
+    rest: Out[Ptr]
+
+
+class StoredLatentIO(NamedTuple):
+    """As `MlaIO`, for keys of 8 bits. Tensor maps: k: their values, in boxes of 128 columns. rest_k:
+    the columns past them, in boxes of 64. scales: those of rows of bytes, four of a key; else
+    None."""
+
+    q: In[Rows]
+    k: In[Ptr]
+    rest_k: In[Ptr]
+    scales: In[Ptr]
+    k_descale: Descale
+    v_descale: Descale
     out: Out[SplitRows]
     lse: Out[SplitRowVector]
     rest: Out[Ptr]
@@ -53,3 +70,20 @@ class MlaSwapTile(NamedTuple):
     STAGES: Const
     MERGE: Const
     PRODUCER_REGS: Const
+
+
+class MlaConvertingTile(NamedTuple):
+    """As `MlaSwapTile`. REST_COLUMN, SCALE_COLUMN: where in a row the columns past the values
+    begin, and its scales, in numbers of their dtype."""
+
+    HEAD_DIM: Const
+    HEAD_DIM_V: Const
+    BLOCK_M: Const
+    BLOCK_N: Const
+    BLOCK_E: Const
+    ROWS: Const
+    STAGES: Const
+    MERGE: Const
+    PRODUCER_REGS: Const
+    REST_COLUMN: Const
+    SCALE_COLUMN: Const

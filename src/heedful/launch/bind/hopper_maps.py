@@ -19,8 +19,9 @@ STRIDE_BYTES = 16
 def layout(spec: ArraySpec, rank: int, width: int) -> str:
     """The layout of a TMA box `width` elements wide, swizzled as widely as that allows."""
     item = item_bytes(spec.dtype)
+    swizzle = min(SWIZZLE_BYTES, width * item)
     return (
-        f"NVMMASharedLayout(swizzle_byte_width={min(SWIZZLE_BYTES, width * item)},"
+        f"NVMMASharedLayout(swizzle_byte_width={swizzle if swizzle > 16 else 0},"
         f" element_bitwidth={8 * item}, rank={rank},"
         " transposed=False, fp4_padded=False, cga_layout=[])"
     )

@@ -13,13 +13,14 @@ from heedful.core.registry.tiles import (
     HOPPER_MERGE_ROWS,
     HopperDecodeConfig,
     MlaConfig,
+    MlaConvertingConfig,
     MlaSwapConfig,
     SharedKeysConfig,
 )
 from heedful.kernels.args.decode import DecodeMerge, DecodeWork
 from heedful.kernels.args.hopper import KVRows
 from heedful.kernels.args.hopper_decode import HopperDecodeParams, HopperDecodeTile
-from heedful.kernels.args.mla import MlaSwapTile, MlaTile
+from heedful.kernels.args.mla import MlaConvertingTile, MlaSwapTile, MlaTile
 from heedful.kernels.args.portable import CacheAppend
 from heedful.launch.bind import groups, portable_cache
 from heedful.launch.bind.groups import Buffers, pointer, with_scratch
@@ -115,12 +116,12 @@ def work(
 def hopper_call(
     ref: KernelRef,
     problem: AttentionProblem,
-    config: HopperDecodeConfig | MlaConfig | MlaSwapConfig,
+    config: HopperDecodeConfig | MlaConfig | MlaSwapConfig | MlaConvertingConfig,
     launch: LaunchSizes,
     buffers: Buffers,
     io: Any,
     rows: KVRows,
-    tile: HopperDecodeTile | MlaTile | MlaSwapTile,
+    tile: HopperDecodeTile | MlaTile | MlaSwapTile | MlaConvertingTile,
     new: int | None = None,
     clears_empty: bool = False,
     **more: Any,

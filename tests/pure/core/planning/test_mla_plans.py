@@ -11,6 +11,9 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import explain, plan
 from heedful.core.registry.by_hand import forced
 
+# Latent vectors of 8 bits.
+STORED = ("float8_e4m3fn", "fp8_ds_mla")
+
 
 def latent(batch: int, seqlen: int, heads: int, **facts):
     dims = {"head_dim": 576, "head_dim_v": 512, "v_in_k": True}
@@ -166,3 +169,57 @@ def test_each_half_of_mla_has_scratch_of_its_own():
     assert made["counts"].buffer.shape == (2 * 3 * 2,) and made["counts"].zeroed
     whole = plan(latent(3, 4096, 128, num_splits=1), by_name("H200"), backend="mla")
     assert not whole.sizes().workspaces
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("heads, tokens", [(1, 1), (16, 1), (128, 1), (128, 16)])
+def test_latent_vectors_of_8_bits_are_converted_by_a_kernel_for_hopper(stored, heads, tokens):
+    step = replace(latent(4, 8192, heads, kv_dtype=stored, page_size=64), seqlen_q=tokens)
+    found = plan(step, by_name("H200"))
+    assert (found.backend, found.variant) == ("decode", "mla_converting")
+    assert f"KV of {stored} beside bfloat16" in explain(found)
+    assert plan(step, by_name("B200")).variant == "portable"
+
+
+@pytest.mark.parametrize(
+    "facts, reason",
+    [
+        ({"kv_dtype": "int8"}, "KV of int8 beside bfloat16"),
+        ({"kv_dtype": "float8_e5m2"}, "KV of float8_e5m2 beside bfloat16"),
+        ({}, "KV of bfloat16 beside bfloat16"),
+        ({"kv_dtype": STORED[0], "head_dim": 552}, "head_dim 552 of a quantised cache"),
+        ({"kv_dtype": STORED[0], "sink": True}, "does not take"),
+        ({"kv_dtype": STORED[1], "dtype": "float16"}, "float16 queries over fp8_ds_mla"),
+    ],
+)
+def test_the_kernel_that_converts_latent_vectors_says_what_it_does_not_take(facts, reason):
+    step = replace(latent(4, 8192, 16), **facts)
+    with pytest.raises(ValueError, match=reason):
+        plan(step, by_name("H200"), backend="mla_converting")
+
+
+@pytest.mark.parametrize(
+    "stored, batch, heads, tokens, rows, stages, programs, merge",
+    [
+        (STORED[0], 1, 16, 1, 16, 2, 2, 1),
+        (STORED[0], 16, 17, 1, 32, 2, 2, 1),
+        (STORED[0], 17, 16, 1, 16, 2, 2, 0),
+        (STORED[1], 16, 16, 1, 16, 2, 2, 1),
+        # Probabilities of each group of columns leave room for one program alone.
+        (STORED[1], 16, 32, 1, 32, 3, 1, 1),
+        # Programs of all tiles of a sequence would have to run at once.
+        (STORED[0], 1, 128, 4, 32, 2, 2, 1),
+        (STORED[0], 1, 128, 5, 32, 2, 2, 0),
+        (STORED[1], 1, 128, 16, 32, 3, 1, 0),
+    ],
+)
+def test_latent_vectors_of_8_bits_have_tiles_of_which_two_share_an_sm_where_they_fit(
+    stored, batch, heads, tokens, rows, stages, programs, merge
+):
+    step = replace(latent(batch, 8192, heads, kv_dtype=stored), seqlen_q=tokens)
+    chosen = plan(step, by_name("H200"), backend="mla_converting")
+    tile: Any = chosen.configs["mla_converting.forward"]
+    found = tile.block_m, tile.num_stages, tile.programs, tile.merge
+    assert found == (rows, stages, programs, merge)
+    grid = math.prod(chosen.sizes().launches["mla_converting.forward"].grid)
+    assert not merge or grid <= programs * 132

@@ -28,23 +28,28 @@ def latent_pages(params, keys, col, HEIGHT: gl.constexpr):
 
 
 @gluon.jit
-def load_box(io, memory, full, params, keys, col, pages, BOX: gl.constexpr):
-    """Starts filling a box of shared memory with 64 keys from `col` on. pages: from
-    `latent_pages`."""
-    HEIGHT: gl.constexpr = io.k.block_type.shape[-2]
-    DOWN: gl.constexpr = KEYS // HEIGHT
-    shape: gl.constexpr = io.k.block_type.shape
-    mbarrier.expect(full, KEYS * WIDTH * 2)
-    parts = reinterpret(memory, io.k.dtype, [DOWN] + shape, io.k.layout)
+def load_parts(desc, parts, full, params, keys, col, pages, COLUMN: gl.constexpr):
+    """Starts loading columns from COLUMN on of 64 keys from `col` on, to as many parts as boxes of
+    the tensor map have rows for. pages: from `latent_pages`."""
+    HEIGHT: gl.constexpr = desc.block_type.shape[-2]
     rows = params.kv_rows.k_rows
-    for i in gl.static_range(DOWN):
+    for i in gl.static_range(KEYS // HEIGHT):
         if params.kv.table is not None:
             page, place = pages[i]
             numbered = page, place * params.kv.page_size
             at = page_at(params, keys, numbered, rows, col + i * HEIGHT)
         else:
             at = keys_at(params, keys, rows, col + i * HEIGHT)
-        tma_load(io.k, at[:-1] + [BOX * WIDTH], full, parts.index(i))
+        tma_load(desc, at[:-1] + [COLUMN], full, parts.index(i))
+
+
+@gluon.jit
+def load_box(io, memory, full, params, keys, col, pages, BOX: gl.constexpr):
+    """Starts filling a box of shared memory with 64 keys from `col` on."""
+    shape: gl.constexpr = io.k.block_type.shape
+    mbarrier.expect(full, KEYS * WIDTH * 2)
+    parts = reinterpret(memory, io.k.dtype, [KEYS // shape[-2]] + shape, io.k.layout)
+    load_parts(io.k, parts, full, params, keys, col, pages, BOX * WIDTH)
 
 
 @gluon.jit

@@ -38,16 +38,28 @@ def kept_boxes(shared, COUNT: gl.constexpr, layout: gl.constexpr):
     return kept
 
 
+@gluon.constexpr_function
+def query_layout(columns):
+    """The register layout of queries while they are loaded: a thread has eight of a row."""
+    lanes = columns // 8
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
 @gluon.jit
 def load_columns(io, params, segment, first: gl.constexpr, COLUMNS: gl.constexpr):
-    """Queries of a tile from column `first` on. Rows that are not in use and columns past the last
-    one are zero."""
-    LANES: gl.constexpr = COLUMNS // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    """Queries of a tile from column `first` on."""
+    layout: gl.constexpr = query_layout(COLUMNS)
+    dims_D = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    return load_dims(io, params, segment, dims_D, layout)
+
+
+@gluon.jit
+def load_dims(io, params, segment, dims_D, layout: gl.constexpr):
+    """These columns of a tile's queries. Rows that are not in use and columns past the last one are
+    zero."""
     group = params.shape.heads_q // params.shape.heads_k
     ROWS_OF: gl.constexpr = params.tile.BLOCK_M
     rows_M = segment.row0 + gl.arange(0, ROWS_OF, layout=gl.SliceLayout(1, layout))
-    dims_D = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     pos_M = rows_M // group
     head_M = segment.g * group + rows_M % group
     at_M = pos_M.to(gl.int64) * io.q.stride_n + head_M * io.q.stride_h
