@@ -153,4 +153,4 @@ def test_values_of_8_bits_become_left_operands_by_one_conversion_for_two_and_no_
     assert sum("LDSM.16.M" in text for text in words) == (keys + values) // 16
     assert sum("PRMT" in text for text in words) <= values // 4 + 2
     # Products run into each other: waits for those before the box before, and for the last.
-    assert sum("WARPGROUP.DEPBAR" in text for text in words) == (4 + 4 if is_rows else 5 + 4)
+    assert sum("WARPGROUP.DEPBAR" in text for text in words) == 5 + 4

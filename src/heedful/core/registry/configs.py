@@ -271,7 +271,8 @@ def _mla_converting(
     config = tiles.MlaConvertingConfig(rows, 64, 4, **{"programs": 2, **options})
     units = where.MLA_SMS // where.MLA_SWAP_LEAST_SMS if config.merge else 0
     kernel = "mla_converting.forward"
-    return ConfigRow(kernel, ("sm_90",), 576, config, _H200_27, _all_of(when), units)
+    measured = _H200_27 if config.merge or rows == 16 else _FITS
+    return ConfigRow(kernel, ("sm_90",), 576, config, measured, _all_of(when), units)
 
 
 def _all_of(when: Sequence[Callable[[AttentionProblem], bool]]):

@@ -114,6 +114,12 @@ CONDITIONS: dict[str, dict] = {
     "dropped, in order": {"dropout_p": 0.1, "deterministic": True},
     "softcap, in order": {"softcap": 30.0, "deterministic": True},
     "e4m3": {"kv_dtype": "float8_e4m3fn"},
+    "fp8_ds_mla of 32 rows": {
+        **{"kv_dtype": "fp8_ds_mla", "seqlen_q": 1, "heads_q": 32, "heads_k": 1, "used_k": True}
+    },
+    "fp8_ds_mla of 32 rows in one split": {
+        **{"kv_dtype": "fp8_ds_mla", "seqlen_q": 1, "heads_q": 32, "heads_k": 1, "num_splits": 1}
+    },
     "e4m3 of 64 rows": {"kv_dtype": "float8_e4m3fn", "seqlen_q": 64},
     "e4m3, grouped": {"kv_dtype": "float8_e4m3fn", "seqlen_q": 40, "heads_k": 4},
 }

@@ -18,6 +18,7 @@ LATENT = dense(64, 1, 8192, 16, 1, 576, head_dim_v=512, v_in_k=True, used_k=True
 SERVED = dense(128, 2048, 8192, 32, 8, causal=True, total_q=8316, page_size=16, used_k=True)
 # Aliases, and a problem that each takes.
 ASKED = {"hopper_decode": STEP, "mla": LATENT, "mla_swap_ab": LATENT, "hopper_mixed": SERVED}
+ASKED["mla_converting"] = replace(LATENT, kv_dtype="float8_e4m3fn")
 
 
 def chosen(found: Plan) -> tuple[str, str]:

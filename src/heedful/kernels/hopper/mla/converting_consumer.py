@@ -214,7 +214,7 @@ def scaled_scores(shared, keys, block):
     q_DM = shared.q_rest.index(0).permute((1, 0))
     k_ND = keys.rest.boxes.index(block.index)
     s_NM = warpgroup_mma(k_ND, q_DM, no_scores(shared), use_acc=False, is_async=True)
-    found, factors = (), ()
+    by_group, factors = (), ()
     for group in gl.static_range(GROUPS):
         scale = keys.scales.index(block.index).slice(group, 1, dim=1).load(layout)
         factors = factors + (scale,)
@@ -224,12 +224,12 @@ def scaled_scores(shared, keys, block):
         of_group = multiply_converted(
             keys.values.boxes.index(at), shared.q, 2 * group, no_scores(shared), False
         )
-        found = found + (of_group,)
+        by_group = by_group + (of_group,)
         if group == 0:
             s_NM = warpgroup_mma_wait(2, deps=[s_NM])
         else:
-            s_NM += warpgroup_mma_wait(2, deps=[found[group - 1]]) * factors[group - 1]
-    s_NM += warpgroup_mma_wait(0, deps=[found[GROUPS - 1]]) * factors[GROUPS - 1]
+            s_NM += warpgroup_mma_wait(2, deps=[by_group[group - 1]]) * factors[group - 1]
+    s_NM += warpgroup_mma_wait(0, deps=[by_group[GROUPS - 1]]) * factors[GROUPS - 1]
     barrier.arrive_each_warp(keys.rest.empty.index(block.index))
     return s_NM, factors
 
@@ -320,9 +320,7 @@ def stream_stored(shared, keys, segment, block, scale_M, params):
             s_NM, factors = scaled_scores(shared, keys, block)
             exponent_N1 = largest_exponents(factors)
         s_NM = masked_keys(s_NM, params, segment, bounds, number * KEYS)
-        p_NM, m_M, l_LM, alpha_M = softmax_columns(
-            s_NM * scale_M[None, :], m_M, l_LM, exponent_N1
-        )
+        p_NM, m_M, l_LM, alpha_M = softmax_columns(s_NM * scale_M[None, :], m_M, l_LM, exponent_N1)
         store_probabilities(shared, keys, block, p_NM, factors, exponent_N1)
         acc = add_values(shared, keys, block, scale_columns(acc, alpha_M))
         if keys.scales is None:
