@@ -243,7 +243,8 @@ class _Slot:
 
 def _assert_layout_of_box(argument: TensorMap) -> None:
     """AssertionError unless the layout in shared memory is that of the map's own box: of its rank
-    and element type, swizzled over as much of a row of it as 128 bytes hold, and not over 16, the least that a swizzle moves."""
+    and element type, swizzled over as much of a row of it as 128 bytes hold; not over
+    16 bytes, the least that a swizzle moves."""
     given = dict(re.findall(r"(\w+)=(\w+)", argument.layout))
     bits = 8 * getattr(torch, argument.dtype).itemsize
     assert argument.layout.startswith("NVMMASharedLayout("), argument

@@ -17,9 +17,9 @@ class MlaIO(NamedTuple):
 
 
 class StoredLatentIO(NamedTuple):
-    """As `MlaIO`, for keys of 8 bits. Tensor maps: k: their values, in boxes of 128 columns. rest_k:
-    the columns past them, in boxes of 64. scales: those of rows of bytes, four of a key; else
-    None."""
+    """As `MlaIO`, for keys of 8 bits. Tensor maps: k: their values, in boxes of 128 columns.
+    rest_k: the columns past them, in boxes of 64. scales: those of rows of bytes, four of a key;
+    else None."""
 
     q: In[Rows]
     k: In[Ptr]

@@ -6,7 +6,6 @@ from typing import Any
 from heedful.core.base.arrays import ArraySpec, item_bytes
 from heedful.core.call.problem import (
     LATENT_ROW_BYTES,
-    LATENT_ROW_DIM,
     LATENT_ROW_DIM_V,
     LATENT_ROW_GROUP,
     LATENT_ROWS,

@@ -4,9 +4,9 @@ A thread loads pairs of columns as numbers of 16 bits, in the layout of a left o
 which moves numbers of 16 bits. Conversion makes two operands of float16 from one of pairs, without
 an exchange between threads. float16 holds every e4m3, and one instruction converts two.
 
-    as keys    a register has the pairs 2 j and 2 j + 1 of a key: columns 4 j to 4 j + 3. One operand
-               has columns 4 j and 4 j + 1, the other 4 j + 2 and 4 j + 3. Queries lie in this order,
-               too (`column_of`).
+    as keys    a register has the pairs 2 j and 2 j + 1 of a key: columns 4 j to 4 j + 3. One
+               operand has columns 4 j and 4 j + 1, the other 4 j + 2 and 4 j + 3. Queries lie in
+               this order, too (`converting_consumer.query_box`).
     as values  a register has pair j of keys n and n + 1. One operand has column 2 j of both, the
                other column 2 j + 1: even and odd columns of the output.
 
@@ -46,13 +46,6 @@ class StoredKeys:
             plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
             scales = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS, GROUPS], plain)
         return StoredKeys(values, rest, scales)
-
-
-@gluon.constexpr_function
-def column_of(place, columns):
-    """Which column of a key of `columns` lies at this place beside its left operands."""
-    half = columns // 2
-    return place % half // 2 * 4 + place // half * 2 + place % 2
 
 
 @gluon.jit

@@ -2,10 +2,10 @@
 (`swap_ab_consumer`).
 
 Products are of float16. It holds e4m3 exactly, and queries once their row is times a power of two
-(`load_scaled_queries`). Rows of bytes have a scale for each key and 128 columns. Scores of a group of
-columns are multiplied by it. For values it belongs to the probabilities, of which each group has
-its own. So that these are at most 2, and the greatest near 1, a key's score gets the exponent of its
-largest scale; sums of rows lose it again.
+(`load_scaled_queries`). Rows of bytes have a scale for each key and 128 columns. Scores of a group
+of columns are multiplied by it. For values it belongs to the probabilities, of which each group has
+its own. So that these are at most 2, and the greatest near 1, a key's score gets the exponent of
+its largest scale; sums of rows lose it again.
 
 N keys of a tile, M query rows, C pairs of value columns, L lanes (of warps) that share a row.
 """
@@ -21,13 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from heedful.kernels.common.key_range import key_bounds
 from heedful.kernels.hopper.decode.results import finish_segment, merge_share
 from heedful.kernels.hopper.decode.share import look
-from heedful.kernels.hopper.mla.boxes import HALF, KEYS, WIDTH
+from heedful.kernels.hopper.mla.boxes import KEYS, WIDTH
 from heedful.kernels.hopper.mla.conversion import (
     COLUMNS,
     GROUPS,
     as_keys,
     as_values,
-    column_of,
     pairs_of,
 )
 from heedful.kernels.hopper.mla.queries import load_dims, query_layout
