@@ -37,14 +37,12 @@ _ROW_NUMBERS = {
     "float32": LATENT_ROW_DIM_V // 4 + LATENT_ROW_DIM_V // LATENT_ROW_GROUP,
     "bfloat16": LATENT_ROW_BYTES // 2,
 }
-# By variant: the kernel, its tile, its arrays, and how many consumers share the columns of values.
-_KERNELS: dict[str, tuple[KernelRef, type, type, int]] = {
-    name: (KernelRef(f"heedful.kernels.hopper.mla.{module}", name, "gluon"), *others)
-    for name, module, *others in (
-        ("mla", "kernel", MlaTile, MlaIO, 2),
-        ("mla_swap_ab", "swap_ab", MlaSwapTile, MlaIO, 1),
-        ("mla_converting", "converting", MlaConvertingTile, StoredLatentIO, 1),
-    )
+# By variant: the module of its kernel, its tile, its arrays, and how many consumers share the columns
+# of values.
+_KERNELS: dict[str, tuple[str, type, type, int]] = {
+    "mla": ("kernel", MlaTile, MlaIO, 2),
+    "mla_swap_ab": ("swap_ab", MlaSwapTile, MlaIO, 1),
+    "mla_converting": ("converting", MlaConvertingTile, StoredLatentIO, 1),
 }
 
 
@@ -55,7 +53,8 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
 
 def _call(problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers) -> KernelCall:
     ((kernel, config),) = plan.configs.items()
-    ref, group, arrays, consumers = _KERNELS[plan.variant]
+    module, group, arrays, consumers = _KERNELS[plan.variant]
+    ref = KernelRef(f"heedful.kernels.hopper.mla.{module}", plan.variant, "gluon")
     assert isinstance(config, MlaConfig | MlaSwapConfig)
     divisor = shared_divisor(buffers, ("q", "out"))
     facts: dict[str, Any] = {"STAGES": config.num_stages} if consumers == 1 else {}
