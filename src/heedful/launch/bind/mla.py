@@ -37,8 +37,8 @@ _ROW_NUMBERS = {
     "float32": LATENT_ROW_DIM_V // 4 + LATENT_ROW_DIM_V // LATENT_ROW_GROUP,
     "bfloat16": LATENT_ROW_BYTES // 2,
 }
-# By variant: the module of its kernel, its tile, its arrays, and how many consumers share the columns
-# of values.
+# By variant: the module of its kernel, its tile, its arrays, and how many consumers share the
+# columns of values.
 _KERNELS: dict[str, tuple[str, type, type, int]] = {
     "mla": ("kernel", MlaTile, MlaIO, 2),
     "mla_swap_ab": ("swap_ab", MlaSwapTile, MlaIO, 1),
