@@ -12,7 +12,7 @@ from heedful.core.call.operands import Operands
 from heedful.core.call.problem import AttentionProblem
 from heedful.cpu import whole
 from heedful.cpu.blocks import UNIT, Block, blocks, key_tiles, query_tiles, worth_threads
-from heedful.cpu.scores import Tiles, exp_
+from heedful.cpu.scores import Tiles, exp_, slack
 from heedful.cpu.workers import for_each
 from heedful.reference.philox import keep_scale
 
@@ -304,7 +304,8 @@ def row_references(
 
     The reference is the lse; +inf for rows without keys, whose probabilities are then exp(-inf) =
     0. A float32 lse far from 0 has lost the logarithm of the sum: such rows get their maximum, and
-    one over their sum, both from their scores. near: whether `all_near(lse)` is known.
+    one over their sum, both from their scores, and times the share of these keys where lse is of
+    more. near: whether `all_near(lse)` is known.
     """
     tile = block.rows(lse)[..., rows.start : rows.stop].reshape(block.heads, -1, 1)
     reference = tile.to(tiles.scratch.dtype).masked_fill(tile == -torch.inf, torch.inf)
@@ -317,8 +318,12 @@ def row_references(
     m, l_sum = _by_running_maximum(
         tiles, block, rows, keys, tiles.load_q(block, rows), acc=None, sink=sink
     )
-    reference = torch.where(is_far, m, reference)
-    return reference, torch.where(is_far, l_sum.reciprocal(), 1.0)
+    lse_here = m + l_sum.log()
+    is_all = (lse_here - reference).abs() <= slack(reference)
+    weight = torch.where(is_all, 1.0, torch.exp(lse_here - reference)) / l_sum
+    # Rows may see no key here, and keys elsewhere.
+    is_far &= l_sum > 0
+    return torch.where(is_far, m, reference), torch.where(is_far, weight, 1.0)
 
 
 def statistics(problem: AttentionProblem, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:

@@ -78,3 +78,25 @@ def test_a_bad_call_names_the_argument(wrong):
     given: dict[str, Any] = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     with pytest.raises((TypeError, ValueError), match=f"^{next(iter(wrong))} must"):
         hj.attention_backward(**{**given, **wrong})
+
+
+@pytest.mark.parametrize("scale", [0.25, 40.0], ids=["", "far from 0"])
+def test_gradients_from_parts_of_the_keys_add_up_to_those_of_all(scale):
+    length, cut = 40, 28
+    q, k, v, dout = jax.random.normal(jax.random.key(0), (4, 1, length, 2, 16))
+    given: Any = {"softmax_scale": scale}
+    out, lse = hj.flash_attn_func(q, k, v, causal=True, return_lse=True, **given)
+    want = hj.attention_backward(dout, q, k, v, out, lse, causal=True, **given)
+    dq, dk, dv = jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
+    for keys in (slice(0, cut), slice(cut, length)):
+        rows, window = slice(keys.start, None), (-1, length - keys.stop)
+        queries, results = (dout[:, rows], q[:, rows]), (out[:, rows], lse[:, :, rows])
+        part: Any = (*queries, k[:, keys], v[:, keys], *results)
+        function: Any = hj.attention_backward
+        got = function(*part, window_size=window, **given)
+        dq = dq.at[:, rows].add(got.dq)
+        dk, dv = dk.at[:, keys].set(got.dk), dv.at[:, keys].set(got.dv)
+    # A few roundings of sums of as many terms as there are keys, and of lse.
+    rounded = 2**-18 + 2**-22 * float(jnp.abs(lse).max())
+    for whole, part in zip(want, (dq, dk, dv), strict=False):
+        assert float(jnp.abs(whole - part).max()) <= float(jnp.abs(whole).max()) * rounded

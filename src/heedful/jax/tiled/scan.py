@@ -163,7 +163,8 @@ class _Softmax(NamedTuple):
 
 def _softmax(p: AttentionProblem, x: Operands, lse: Array, origin: Array | None) -> _Softmax:
     """By lse, and a weight of 1. A float32 lse far from 0 has lost the logarithm of the sum: such
-    rows get their maximum, and one over their sum, both from their scores."""
+    rows get their maximum, and one over their sum, both from their scores, and times the share of
+    these keys where lse is of more."""
     is_far = (jnp.abs(lse) >= far_lse(x.q.dtype.itemsize)) & jnp.isfinite(lse)
 
     def anew():
@@ -171,7 +172,12 @@ def _softmax(p: AttentionProblem, x: Operands, lse: Array, origin: Array | None)
             return _statistics_of(Sequence(p, x, b, origin), state), None
 
         (m, total), _ = each_sequence(p.batch, sequence, (lse, jnp.ones_like(lse)))
-        return jnp.where(is_far, m, lse), 1.0 / jnp.where(is_far, total, 1.0)
+        # Rows may see no key here, and keys elsewhere.
+        has_keys = is_far & (total > 0)
+        m, total = jnp.where(has_keys, m, lse), jnp.where(has_keys, total, 1.0)
+        apart = m + jnp.log(total) - lse
+        is_all = jnp.abs(apart) <= (jnp.abs(lse) + 1.0) * 2.0**-20
+        return m, jnp.where(is_all | ~has_keys, 1.0, jnp.exp(apart)) / total
 
     reference, weight = lax.cond(is_far.any(), anew, lambda: (lse, jnp.ones_like(lse)))
     return _Softmax(jnp.where(reference == -_INF, _INF, reference), weight)

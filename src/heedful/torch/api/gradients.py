@@ -66,7 +66,8 @@ def attention_backward(
     `flash_attn_func`, or with cu_seqlens_q of `flash_attn_varlen_func`. Arguments that are not
     listed are that function's, and must be those of the call. k and v may be a part of the keys, as
     under context parallelism, with out and lse of all keys: the gradients are then those of that
-    part. Autocast casts nothing here: pass the tensors in the dtypes that the kernels had.
+    part; on GPUs those of rows with |lse| below 64 in float32, 1024 in 16 bits, alone. Autocast
+    casts nothing here: pass the tensors in the dtypes that the kernels had.
 
     Args:
         dout: as out, any strides.
