@@ -30,8 +30,8 @@ def test_both_calls_are_right_and_timed(backward):
 
 def test_a_wrong_result_has_no_figure(monkeypatch):
     monkeypatch.setattr(torchs, "torchs", lambda q, k, v, causal: q * 2)
-    lines = [*torchs.device_table(CPU, [SMALL], 5)]
-    assert "another result" in lines[1] and len(lines) == 3
+    lines = [*torchs.device_table(CPU, [SMALL, SMALL], 5)]
+    assert "another result" in lines[1] and "another result" in lines[2] and len(lines) == 5
 
 
 def test_the_last_row_of_the_host_alone_is_of_the_scope(monkeypatch):

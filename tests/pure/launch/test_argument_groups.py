@@ -147,3 +147,10 @@ def test_a_bias_bounds_lengths_that_may_differ_from_its_own(facts, bounds):
     assert tuple(None if x is None else x.value for x in found) == bounds
     alone = hopper_groups._score_mods(replace(problem, bias=False), {})
     assert alone.longest_q is None and alone.longest_k is None
+
+
+@pytest.mark.parametrize("dtype, group", [("int4", 16), ("int8", 8), ("int8", 0)])
+def test_keys_of_4_bits_and_groups_of_scales_are_told(dtype, group):
+    facts = {"kv_dtype": dtype, "kv_group": group, "head_dim": 64}
+    made = groups.descales(AttentionProblem.dense(3, 5, 9, 2, **facts), {})
+    assert (dtype == "int4") == made.IS_INT4 and group == made.KV_GROUP

@@ -129,6 +129,19 @@ def test_splitting_the_keys_stays_within_the_budget(case):
 
 
 @interpreted
+@pytest.mark.parametrize("heads", [1, 3])
+def test_each_sequence_is_told_how_many_keys_it_has_afterwards(heads):
+    new = torch.ones(3, 20, heads, 16)
+    x = {"k_new": new, "v_new": new, "cache_seqlens": torch.tensor([3, -1, 9], dtype=torch.int32)}
+    x |= {name: torch.zeros(3, 40, heads, 16) for name in ("k", "v")}
+    x["seqused"] = torch.full((3,), -1, dtype=torch.int32)
+    specs = {name: array_spec(t) for name, t in x.items()}
+    interpret(portable_cache.append_kv(specs, 0, False), x)
+    assert x["seqused"].tolist() == [23, 0, 29]
+    assert x["k"].sum((1, 2, 3)).tolist() == [320 * heads, 0, 320 * heads]
+
+
+@interpreted
 @pytest.mark.parametrize("page_size", (0, 5))
 @pytest.mark.parametrize("interleaved", (True, False))
 def test_append_and_rotation_are_those_of_plain_torch(interleaved, page_size):

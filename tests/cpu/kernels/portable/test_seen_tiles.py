@@ -16,6 +16,7 @@ import triton.language as tl
 from heedful.kernels.args.kinds import InOut
 from heedful.kernels.args.portable import SeenKeys
 from heedful.kernels.args.shared import PortableParams, Shape, Tile
+from heedful.kernels.common.row_hulls import row_hulls
 from heedful.kernels.common.sequences import Place, Seqlens
 from heedful.kernels.common.tile_range import TileRange
 from heedful.kernels.portable.backward.seen import seeing_tiles, store_seen_keys
@@ -221,6 +222,45 @@ def test_each_tile_of_queries_has_an_entry_where_keys_look_for_it(packed):
             **({} if packed else {"tiles": tiles}),
         )
         assert found == [[0, 0, count, count]]
+
+
+@triton.jit
+def join(entries, found, row, len_q, COUNT: tl.constexpr, RANGES: tl.constexpr):
+    hulls = row_hulls(entries, row + tl.program_id(0) * 0, len_q, COUNT, RANGES)
+    tl.store(found, hulls.begin)
+    tl.store(found + 1, hulls.end)
+    tl.store(found + 2, hulls.later_begin)
+    tl.store(found + 3, hulls.later_end)
+    tl.store(found + 4, hulls.full_begin)
+    tl.store(found + 5, hulls.full_end)
+
+
+@interpreted
+@pytest.mark.parametrize("ranges", [1, 2])
+@pytest.mark.parametrize(
+    "row, len_q, count", [(0, 256, 2), (64, 129, 2), (64, 128, 2), (128, 300, 3)]
+)
+def test_hulls_are_of_the_entries_whose_rows_exist(row, len_q, count, ranges):
+    """Each 64 rows have an entry: what they see, what all of them see, and what they see later."""
+    entries = torch.tensor(
+        [
+            [5, 40, 9, 30, 50, 60, 0, 0],
+            [7, 44, 12, 33, 48, 70, 0, 0],
+            [3, 41, 8, 28, 55, 90, 0, 0],
+            [4, 50, 10, 26, 52, 80, 0, 0],
+            [1, 99, 20, 21, 45, 99, 0, 0],
+        ],
+        dtype=torch.int32,
+    )
+    mine = entries[row // 64 : min(row // 64 + count, -(-len_q // 64))]
+    begin, end, full_begin, full_end, later_begin, later_end = mine[:, :6].T
+    want = [begin.min(), end.max(), later_begin.min(), later_end.max()]
+    want += [full_begin.max(), full_end.min()]
+    found = torch.full((6,), -1, dtype=torch.int32)
+    join[(1,)](entries, found, row, len_q, tl.constexpr(count), tl.constexpr(ranges))
+    if ranges == 1:
+        want[2:4] = [torch.tensor(1 << 30), torch.tensor(0)]
+    assert found.tolist() == [int(x) for x in want]
 
 
 @starts_interpreter

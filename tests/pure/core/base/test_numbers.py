@@ -8,6 +8,7 @@ import pytest
 from heedful.core.base import numbers
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.device import by_name
+from heedful.core.base.far import far_lse
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import explain, plan
@@ -135,3 +136,13 @@ def test_the_kernels_of_numpys_numbers_are_the_same_kernels():
 def test_a_fact_of_another_kind_is_named(facts, named):
     with pytest.raises(TypeError, match=named):
         AttentionProblem.dense(**(FACTS[0] | facts))
+
+
+def test_no_length_is_longer_than_positions_and_windows_reach_in_int32():
+    assert numbers.LONGEST == 2**31 - 1
+    assert numbers.FAR + 2 * (2**29 - 1) + 1 < 2**31 <= 4 * numbers.FAR
+
+
+@pytest.mark.parametrize("size, least", [(1, 1024.0), (2, 1024.0), (4, 64.0), (8, 64.0)])
+def test_a_row_is_far_from_where_its_lse_rounds_as_its_dtype_does(size, least):
+    assert far_lse(size) == least
