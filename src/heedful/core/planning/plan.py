@@ -45,7 +45,8 @@ class Plan:
     forward get their work tiles. short_q: the most queries of a sequence that a decode kernel
     handles, where the Hopper forward handles longer ones; 0 = one kernel handles all. by_hand:
     options of `Overrides`. notes: what a user may want to know (copies made, settings that took
-    part).
+    part). toolchains: by direction, what its kernels are planned for; named: the backend that
+    `plan` was called with.
     """
 
     problem: AttentionProblem
@@ -64,6 +65,8 @@ class Plan:
     by_hand: Mapping[str, int] = field(default_factory=dict)
     rejected: tuple[Rejection, ...] = ()
     notes: tuple[str, ...] = ()
+    toolchains: Mapping[str, Toolchain] = field(default_factory=dict, compare=False, repr=False)
+    named: str | None = field(default=None, compare=False, repr=False)
 
     def variant_of(self, direction: str) -> Variant:
         """The registered kernel of a direction."""
@@ -161,6 +164,37 @@ def plan(
         by_hand=by_hand,
         rejected=rejected,
         notes=notes,
+        toolchains=dict.fromkeys(("forward", "backward"), toolchain or Toolchain()),
+        named=backend,
+    )
+
+
+def needs_pack(chosen: Plan, direction: str) -> bool:
+    """Whether loaded packs alone may have the kernels of a direction: they are planned for a Triton
+    that is not the one which compiles here."""
+    tools = chosen.toolchains.get(direction)
+    if tools is None or tools.triton is None or not tools.packs:
+        return False
+    return chosen.variant_of(direction).triton_of(tools) != tools.triton
+
+
+def without_packs(chosen: Plan, direction: str) -> Plan:
+    """The plan with this direction planned for the installed Triton alone. Raises as `plan`."""
+    tools = replace(chosen.toolchains[direction], packs=frozenset())
+    more = f"the {direction} is planned without packs: none has all of its kernels"
+    made = plan(chosen.problem, chosen.device, tools, chosen.named, chosen.notes)
+    first, second = (made, chosen) if direction == "forward" else (chosen, made)
+    kept = second.variant_of("backward").configs if second.backward else ()
+    backward = {kernel: second.configs[kernel] for kernel in kept if kernel in second.configs}
+    return replace(
+        first,
+        backward=second.backward,
+        backward_level=second.backward_level,
+        backward_variant=second.backward_variant,
+        configs=first.configs | backward,
+        measured=first.measured | {kernel: second.measured[kernel] for kernel in backward},
+        notes=(*chosen.notes, more),
+        toolchains={**chosen.toolchains, direction: tools},
     )
 
 
@@ -241,7 +275,8 @@ def stored_as(plan: Plan, **facts: bool) -> Plan:
     problem = replace(plan.problem, **facts)
     if problem == plan.problem:
         return plan
-    tiles = _configs(problem, plan.device, None, plan.variant_of("backward"), None, plan.by_hand)
+    kernel, tools = plan.variant_of("backward"), plan.toolchains.get("backward")
+    tiles = _configs(problem, plan.device, tools, kernel, None, plan.by_hand)
     adapted = {kernel: config for kernel, (config, _) in tiles.items()}
     return replace(plan, problem=problem, configs=plan.configs | adapted)
 
@@ -259,7 +294,7 @@ def _configs(
     tools = toolchain or Toolchain()
     # Maps each kernel to the Triton that it is planned for.
     kernels = {
-        kernel: next(iter(tools.tritons_of(row.packed_as)), None)
+        kernel: row.triton_of(tools)
         for row in (forward, backward)
         if row is not None
         for kernel in row.configs

@@ -53,11 +53,10 @@ class Toolchain:
     framework: str = "torch"
 
     def tritons_of(self, packed_as: str) -> list[tuple[int, ...]]:
-        """The Tritons that a variant's kernels may come from, the oldest first: the installed one
-        and the pack's. If these differ, kernels are planned for the older, so that the pack's are
-        found and the installed Triton can compile others."""
+        """The Tritons that a variant's kernels may come from: the pack's, then the installed
+        one."""
         packed = dict(self.packs).get(packed_as)
-        return sorted(version for version in (self.triton, packed) if version is not None)
+        return [version for version in (packed, self.triton) if version is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +114,13 @@ class Variant:
     def packed_as(self) -> str:
         """The name of its kernels in packs."""
         return self.alias or self.backend
+
+    def triton_of(self, toolchain: Toolchain) -> tuple[int, ...] | None:
+        """The Triton that its kernels are planned for: that of a loaded pack, which need not be the
+        installed one, if it is new enough; else the installed one."""
+        least = dict(self.least).get("triton", ())
+        tritons = toolchain.tritons_of(self.packed_as)
+        return next((version for version in tritons if version >= least), None)
 
     def level(self, device: DeviceSpec, problem: AttentionProblem | None = None) -> str | None:
         """The support level on this device, of this problem or without any of `unrun`. None where

@@ -7,7 +7,7 @@ shares memory with a result.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -37,9 +37,7 @@ def forward(plan: Plan, x: Operands, origin: Array | None) -> tuple:
     if "probs" in made:
         # Tokens of no sequence stay 0.
         arrays["probs"] = jnp.zeros(*_type_of(made["probs"]))
-    done = run(
-        programs.program(plan, "forward", specs | made), plan.device.arch, arrays, made, "forward"
-    )
+    done = run(_program(plan, "forward", specs | made), plan.device.arch, arrays, made, "forward")
     return done["out"], *(done.get(name) for name in ("lse", "rest", "probs"))
 
 
@@ -64,7 +62,9 @@ def step(
     specs |= {name: _spec(array) for name, array in new.items()}
     made = results_of(problem)
     results = {name: specs[name] for name in changed} | made
-    steps = programs.step(plan, specs | made, interleaved, position0)
+    _, steps = programs.runnable(
+        plan, "forward", lambda by: programs.step(by, specs | made, interleaved, position0)
+    )
     return [*run(steps, plan.device.arch, arrays, results, "step").values()]
 
 
@@ -89,10 +89,14 @@ def _dense_backward(plan: Plan, x: Operands, origin: Array | None, saved: list[A
     if x.sink is not None:
         made["dsink"] = specs["sink"]
     made = {name: ArraySpec.contiguous(spec.shape, spec.dtype) for name, spec in made.items()}
-    done = run(
-        programs.program(plan, "backward", specs | made), plan.device.arch, arrays, made, "backward"
-    )
+    done = run(_program(plan, "backward", specs | made), plan.device.arch, arrays, made, "backward")
     return Gradients(*(done.get(f"d{name}") for name in ("q", "k", "v", "bias", "sink")))
+
+
+def _program(plan: Plan, direction: str, specs: Mapping[str, ArraySpec]) -> Program:
+    """The program of a direction, of this plan or of one without packs."""
+    make = partial(programs.program, direction=direction, buffers=specs)
+    return programs.runnable(plan, direction, make)[1]
 
 
 def _operands(problem: AttentionProblem, x: Operands, origin: Array | None):

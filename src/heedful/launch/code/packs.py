@@ -3,7 +3,7 @@
 A pack is a folder of artifact files and a manifest with their digests. Its kernels are found by
 what they are compiled from, not by what compiled them: a pack serves a process that has another
 Triton, or none. Its manifest says which Triton its kernels were planned for, see
-`Toolchain.tritons_of`.
+`Variant.triton_of`.
 """
 
 import hashlib
@@ -100,6 +100,12 @@ def load_default() -> None:
     folder = settings.get("pack")
     if folder is not None:
         load_pack(folder)
+
+
+def has(key: str) -> bool:
+    """Whether a loaded pack lists a kernel key."""
+    load_default()
+    return key in _loaded
 
 
 def find(key: str) -> Artifact | None:

@@ -1,15 +1,21 @@
 """Programs of plans, from the modules that the registered variants name."""
 
 import importlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from heedful.core.base.arrays import ArraySpec
-from heedful.core.planning.plan import Plan
+from heedful.core.planning.plan import Plan, needs_pack, without_packs
 from heedful.core.planning.sizes import Workspace
 from heedful.launch.bind import portable_cache
+from heedful.launch.code import packs
+from heedful.launch.code.identity import kernel_key
 from heedful.launch.program import buffers as canonical
 from heedful.launch.spec import Program
+
+log = logging.getLogger("heedful")
 
 
 def program(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec] | None = None) -> Program:
@@ -29,6 +35,31 @@ def program(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec] | None 
     arrays = getattr(canonical, direction)(plan.problem) if buffers is None else buffers
     canonical.check(plan.problem, arrays)
     return getattr(importlib.import_module(kernel.program), direction)(plan.problem, plan, arrays)
+
+
+def runnable(chosen: Plan, direction: str, make: Callable[[Plan], Program]) -> tuple[Plan, Program]:
+    """A plan and its program whose kernels this process has or can compile: of this plan or, if it
+    is planned for the Triton of a pack that lacks one of them, of a plan without packs. make: makes
+    the program of this direction. Raises as `plan` and `make`."""
+    made = make(chosen)
+    if needs_pack(chosen, direction):
+        keys = [kernel_key(call, chosen.device.arch) for call in made.calls]
+        if not all(map(packs.has, keys)):
+            log.info(
+                "[%s] no loaded pack has all kernels of its %s", chosen.problem.key(), direction
+            )
+            chosen = without_packs(chosen, direction)
+            made = make(chosen)
+    return chosen, made
+
+
+def as_run(chosen: Plan) -> Plan:
+    """The plan by which contiguous calls run here: as it is, or without packs, see `runnable`."""
+    for direction, backend in (("forward", chosen.backend), ("backward", chosen.backward)):
+        if backend and needs_pack(chosen, direction) and chosen.variant_of(direction).program:
+            make = partial(program, direction=direction)
+            chosen, _ = runnable(chosen, direction, make)
+    return chosen
 
 
 def step(

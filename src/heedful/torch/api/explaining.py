@@ -19,6 +19,7 @@ from heedful.core.call.describe_cache import (
 )
 from heedful.core.call.storage import copies
 from heedful.core.planning import plan
+from heedful.launch.program.programs import as_run
 from heedful.masks.block_mask import block_operands
 from heedful.torch.api.attention import flash_attn_func, flash_attn_varlen_func, plain_lengths
 from heedful.torch.api.kvcache import flash_attn_with_kvcache
@@ -72,7 +73,7 @@ def explain(function: Callable, *args, **kwargs) -> str:
     kind = _KINDS[function]
     described, update = _cache_call(by_name) if kind == "kvcache" else (_call(kind, by_name), None)
     x, backend = described.x, described.options.backend
-    chosen = planned(describe(described), x.q.device, backend, copies(x, kind))
+    chosen = as_run(planned(describe(described), x.q.device, backend, copies(x, kind)))
     return plan.explain(chosen, None if update is None else _appended(chosen, update))
 
 

@@ -329,7 +329,8 @@ class CacheCall:
                 steps = *self.attention.casts, *self.attention.steps
                 y = adapt(part._replace(q=unrotated.q), steps)
                 q_leaves = update.rotary_cos is not None and self.prefix is not None
-                self.step = DeviceStep(y, update, plan, whole_out, q_leaves)
+                planned = self.attention.runner.asked
+                self.step = DeviceStep(y, update, planned, whole_out, q_leaves)
             if self.prefix is not None:
                 self.prefix.bind()
         self.counts = self.step is not None and self.step.counts

@@ -20,7 +20,7 @@ from heedful.core.planning.log import decision
 from heedful.core.planning.plan import Plan, plan, stored_as
 from heedful.launch.code import packs
 from heedful.launch.program.buffers import results
-from heedful.launch.program.programs import program
+from heedful.launch.program.programs import program, runnable
 from heedful.launch.record import note
 from heedful.torch.base.device import device_spec, toolchain
 from heedful.torch.base.dispatch import Likeness
@@ -63,7 +63,7 @@ def prepare(
         chosen = planned(traced, device, backend, notes)
         case = _forward_case(chosen, specs, device)
         case.kinds, case.pick = arrays, pick
-        told = replace(chosen, problem=problem)
+        told = replace(case.plan, problem=problem)
         decision(told)
         note(told, "forward", with_numbers(problem, arrays, values)[1] | results(problem))
         return case
@@ -95,16 +95,18 @@ FAMILIES = settings.forgotten(Kinds())
 
 class PlannedCase(Case):
     """One direction of the calls of a case: they share plan and program. plan: its lengths may be
-    symbols. A forward has more fields. kinds: the kinds of its operands; pick: picks the operands
-    that are there; backwards: kinds of its backward; outs: cases that write into the caller's
-    `out`; latest: by the slot of a backward the last one, and the Likeness of its tensors.
+    symbols. asked: the plan that the case was made for, which may need a pack. A forward has more
+    fields. kinds: the kinds of its operands; pick: picks the operands that are there; backwards:
+    kinds of its backward; outs: cases that write into the caller's `out`; latest: by the slot of a
+    backward the last one, and the Likeness of its tensors.
     """
 
-    __slots__ = ("backwards", "kinds", "latest", "outs", "pick", "plan")
+    __slots__ = ("asked", "backwards", "kinds", "latest", "outs", "pick", "plan")
 
     def __init__(self, chosen: Plan, direction: str, inputs: dict, made: dict, device, before=()):
         """given, made, before: as in Case, arrays by name."""
-        run = program(chosen, direction, inputs | made)
+        arrays, self.asked = inputs | made, chosen
+        chosen, run = runnable(chosen, direction, lambda by: program(by, direction, arrays))
         super().__init__(run, chosen.device.arch, device, inputs, made, before)
         self.plan = chosen
         self.backwards, self.outs = Kinds(), Kinds()
@@ -149,6 +151,11 @@ class GpuRunner:
     @property
     def plan(self) -> Plan:
         return replace(self.case.plan, problem=self.problem)
+
+    @property
+    def asked(self) -> Plan:
+        """The plan for other programs of the same attention, such as one that appends first."""
+        return replace(self.case.asked, problem=self.problem)
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
         """(out, lse or None, probs or None). lse: a pair with its rest if that is kept."""

@@ -43,7 +43,11 @@ class DeviceStep:
         if update.rotary_cos is not None and q_leaves:
             made["q"] = ArraySpec.contiguous(tuple(q.shape), specs["q_new"].dtype)
         buffers, interleaved = specs | made, bool(update.rotary_interleaved)
-        step = programs.step(plan, buffers, interleaved, update.position0)
+        plan, step = programs.runnable(
+            plan,
+            "forward",
+            lambda by: programs.step(by, buffers, interleaved, update.position0),
+        )
         note(plan, "step", buffers, interleaved=interleaved, position0=update.position0)
         self.run = Case(step, plan.device.arch, q.device, specs, made).alone()
 

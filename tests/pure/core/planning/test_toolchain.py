@@ -6,7 +6,7 @@ import pytest
 
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
-from heedful.core.planning.plan import plan
+from heedful.core.planning.plan import needs_pack, plan, without_packs
 from heedful.core.registry.capability import Toolchain, Variant
 from heedful.core.registry.tiles import HopperConfig
 
@@ -45,16 +45,15 @@ def test_a_pack_of_kernels_stands_for_triton_and_other_tools_are_still_asked_for
     [
         (None, (3, 6), "exact"),
         (None, (3, 9), "speculative"),
-        ((3, 6), (3, 9), "exact"),
+        ((3, 6), (3, 9), "speculative"),
         ((3, 9), (3, 6), "exact"),
         ((3, 9), (3, 9), "speculative"),
         ((3, 9), None, "speculative"),
     ],
 )
-def test_kernels_are_cut_for_the_older_triton_of_the_installed_and_the_packs(
+def test_kernels_are_planned_for_the_triton_of_their_pack_whatever_is_installed(
     installed, packed, rescale
 ):
-    """So a pack is found by who has no Triton or another, and what it lacks can be compiled."""
     held = frozenset({("hopper", packed)} if packed else ())
     packs = held | {("portable", (3, 1)), ("cdna", (3, 1))}
     tools = Toolchain(installed, packs=packs)
@@ -62,3 +61,36 @@ def test_kernels_are_cut_for_the_older_triton_of_the_installed_and_the_packs(
     chosen = plan(long, by_name("H200"), tools, backend="hopper")
     config = chosen.configs["hopper.forward"]
     assert isinstance(config, HopperConfig) and config.rescale == rescale
+
+
+def test_a_pack_that_is_too_old_for_a_kernel_leaves_it_to_the_installed_triton():
+    tools = Toolchain((3, 9), packs=frozenset({("hopper", (3, 6))}))
+    chosen = plan(dense(2, 4096, 4096, 8, needs_grad=True), by_name("H200"), tools)
+    assert (chosen.backend, chosen.backward) == ("hopper", "hopper")
+    assert needs_pack(chosen, "forward") and not needs_pack(chosen, "backward")
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_one_direction_can_be_planned_without_packs(direction):
+    """The other one keeps its kernels, its tiles and its Triton."""
+    tools = Toolchain((3, 6), packs=frozenset({("hopper", (3, 9))}))
+    problem, device = dense(2, 4096, 4096, 8, needs_grad=True), by_name("H200")
+    packed, alone = plan(problem, device, tools), plan(problem, device, Toolchain((3, 6)))
+    other = "backward" if direction == "forward" else "forward"
+    made = without_packs(packed, direction)
+    assert not needs_pack(made, direction) and needs_pack(made, other)
+    for of, want in ((direction, alone), (other, packed)):
+        kernels = want.variant_of(of).configs
+        assert made.variant_of(of) == want.variant_of(of)
+        assert {k: made.configs[k] for k in kernels if k in want.configs} == {
+            k: want.configs[k] for k in kernels if k in want.configs
+        }
+    assert set(made.configs) == set(made.measured)
+    assert made.notes == (f"the {direction} is planned without packs: none has all of its kernels",)
+
+
+def test_a_pack_beside_the_same_triton_or_none_is_needed_by_no_plan():
+    problem, packs = dense(2, 4096, 4096, 8), frozenset({("hopper", (3, 9))})
+    for installed in ((3, 9), None):
+        tools = Toolchain(installed, packs=packs)
+        assert not needs_pack(plan(problem, by_name("H200"), tools), "forward")
