@@ -166,7 +166,8 @@ def test_the_grid_has_every_dtype_of_a_kernel_that_waits_for_it():
 def test_variants_are_asked_for_by_their_names_by_aliases_or_all_of_a_backend(monkeypatch):
     monkeypatch.setattr(run, "device_spec", lambda _: by_name("H200"))
     names = run.backends_of(CPU)
-    of_decode = ["decode/mla_swap_ab", "decode/mla", "decode/hopper", "decode/portable"]
+    variants = ("mla_swap_ab", "mla", "mla_converting", "hopper", "portable")
+    of_decode = [f"decode/{name}" for name in variants]
     want = {"decode": of_decode, "mla": ["decode/mla"], "decode/portable": ["decode/portable"]}
     for words, own in want.items():
         assert [str(name) for name in run.asked_of(words, names)] == own
