@@ -476,7 +476,6 @@ VARIANTS: tuple[Variant, ...] = (
         ),
         configs=("portable.forward", "portable.scores"),
         program="heedful.launch.bind.portable",
-        unrun=frozenset({"block_mask"}),
     ),
     _hopper_backward("backward", {*_HELD, "deterministic"}, 128, gates.equal_head_dims),
     # Consumers add to dQ themselves, and take no turns.
@@ -495,7 +494,6 @@ VARIANTS: tuple[Variant, ...] = (
         gates=(gates.wide_float32, gates.blocks_without_scores),
         configs=("portable.backward_keys", "portable.backward_queries", "portable.scores"),
         program="heedful.launch.bind.portable",
-        unrun=frozenset({"block_mask"}),
     ),
     Variant(
         "sdpa",

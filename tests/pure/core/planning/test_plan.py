@@ -30,12 +30,11 @@ def test_every_known_device_has_a_kernel_for_a_plain_training_call(name):
 
 def test_what_has_not_run_with_a_feature_says_so_and_keeps_its_level_without():
     h200 = by_name("H200")
-    plain = dense(1, 1024, 1024, 8, needs_grad=True)
-    masked = plan(replace(plain, block_mask=128), h200)
-    assert (masked.backend, masked.backward) == ("portable", "portable")
-    assert (masked.level, masked.backward_level) == ("compile-only", "compile-only")
+    plain = dense(1, 1024, 1024, 8, head_dim=256, needs_grad=True)
+    masked, without = plan(replace(plain, key_ranges=1), h200), plan(plain, h200)
+    assert masked.backward == without.backward == "hopper"
+    assert (masked.level, masked.backward_level) == ("run", "compile-only")
     assert "[compile-only]" in explain(masked)
-    without = plan(plain, h200, backend="portable")
     assert (without.level, without.backward_level) == ("run", "run")
     for row in VARIANTS:
         assert row.unrun <= row.features, row.label
