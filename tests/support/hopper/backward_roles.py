@@ -473,11 +473,12 @@ class Device:
                 "matrix": lambda box, rows, dim: box,
                 "reinterpret": self.reinterpret,
                 "p_descale": lambda dtype: 1.0,
-                "scores_layout": lambda dtype, columns: None,
+                "scores_layout": lambda dtype, columns, warps=4: None,
                 "fence_async_shared": lambda: None,
                 "cuda": SimpleNamespace(gdc_wait=self.wait_for_prologue),
                 "warpgroup_mma": self.mma,
                 "warpgroup_mma_wait": self.mma_wait,
+                "wait_products": lambda x, under_way=0: self.mma_wait(under_way, [x]),
                 **{place: self.counted(place) for place in PLACES},
                 **self.instead,
             }

@@ -247,4 +247,14 @@ def _backward_call(
         ),
     }
     ref = _kernel(kernel.partition(".")[2], "gluon")
-    return KernelCall(ref, launch.grid, parameters, {"num_warps": 4}, programmatic=True)
+    options = {"num_warps": 8 if _shares_code(problem, config, kernel) else 4}
+    return KernelCall(ref, launch.grid, parameters, options, programmatic=True)
+
+
+def _shares_code(problem: AttentionProblem, config: HopperBackwardConfig, kernel: str) -> bool:
+    """Whether both consumers are one role, see `kernel.backward`. Softcap makes loops long. Dropout
+    would pass its bits between warps, and other head dims and key_ranges have not been measured."""
+    is_measured = problem.head_dim == problem.head_dim_v and problem.head_dim in (64, 128)
+    plain = not (problem.dropout_p or problem.key_ranges)
+    plain = plain and config.block_m == CONSUMER_ROWS and kernel == "hopper.backward"
+    return bool(problem.softcap) and is_measured and plain

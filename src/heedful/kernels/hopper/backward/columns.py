@@ -7,9 +7,9 @@ M query rows, N keys (64), C columns of a part.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from heedful.kernels.hopper.sm90.mma import ROWS, scores_layout
+from heedful.kernels.hopper.sm90.mma import ROWS, scores_layout, wait_products
 
 
 @gluon.constexpr_function
@@ -48,7 +48,7 @@ def part_of(rows, COLUMNS: gl.constexpr, part: gl.constexpr):
 @gluon.jit
 def queue_transposed(keys, queries, COLUMNS: gl.constexpr, BLOCK_M: gl.constexpr):
     """Starts K Q^T or V dO^T, for 64 keys and a tile of queries."""
-    x_NM = gl.zeros([ROWS, BLOCK_M], gl.float32, scores_layout(keys.dtype, BLOCK_M))
+    x_NM = gl.zeros([ROWS, BLOCK_M], gl.float32, scores_layout(keys.dtype, BLOCK_M, gl.num_warps()))
     return add_transposed(keys, queries, x_NM, COLUMNS, False)
 
 
@@ -65,10 +65,10 @@ def add_transposed(keys, queries, x_NM, COLUMNS: gl.constexpr, ADDS: gl.constexp
 @gluon.jit
 def no_gradients(COLUMNS: gl.constexpr, dtype: gl.constexpr):
     """Gradients of 64 keys, all 0."""
-    layout: gl.constexpr = scores_layout(dtype, part_columns(COLUMNS, 0))
+    layout: gl.constexpr = scores_layout(dtype, part_columns(COLUMNS, 0), gl.num_warps())
     made = (gl.zeros([ROWS, part_columns(COLUMNS, 0)], gl.float32, layout),)
     if part_count(COLUMNS) > 1:
-        layout_1: gl.constexpr = scores_layout(dtype, part_columns(COLUMNS, 1))
+        layout_1: gl.constexpr = scores_layout(dtype, part_columns(COLUMNS, 1), gl.num_warps())
         made = made + (gl.zeros([ROWS, part_columns(COLUMNS, 1)], gl.float32, layout_1),)
     return made
 
@@ -88,9 +88,9 @@ def queue_gradients(left_NM, queries, x_NC, COLUMNS: gl.constexpr):
 def wait_for_gradients(x_NC, under_way: gl.constexpr = 0):
     """The gradients, once at most `under_way` products are still running."""
     if len(x_NC) == 1:
-        return (warpgroup_mma_wait(under_way, deps=[x_NC[0]]),)
+        return (wait_products(x_NC[0], under_way),)
     else:
-        return warpgroup_mma_wait(under_way, deps=[x_NC[0], x_NC[1]])
+        return wait_products(x_NC[0], under_way), wait_products(x_NC[1], under_way)
 
 
 @gluon.jit

@@ -1,5 +1,6 @@
 """A consumer warpgroup of the backward: it computes dK and dV of its 64 keys of every work tile,
-and stores them.
+and stores them. Where `kernel.py` says so, both consumers are one role of eight warps, which share
+machine code and differ by a number (`this_consumer`).
 
 M query rows, N keys (64), C columns of a part of a gradient.
 """
@@ -28,11 +29,18 @@ from heedful.kernels.hopper.backward.tile import (
     stride_before,
 )
 from heedful.kernels.hopper.sm90 import barrier
-from heedful.kernels.hopper.sm90.compat import reinterpret, tma_store
+from heedful.kernels.hopper.sm90.compat import inline_asm, reinterpret, tma_store
 from heedful.kernels.hopper.sm90.mma import ROWS
 from heedful.kernels.hopper.sm90.pipeline import PipelineState, matrix, stage_of
 from heedful.kernels.hopper.sm90.sequences import box
 from heedful.kernels.hopper.sm90.tile_scheduler import SCHEDULER_STAGES, TileScheduler
+
+
+@gluon.jit
+def this_consumer():
+    """The number of a thread's consumer, where both consumers are one role. The compiler treats it
+    as one number of all eight warps, and tensors as the same in both warpgroups."""
+    return inline_asm("mov.u32 $0, %tid.x; shr.u32 $0, $0, 7;", "=r", [], gl.int32)
 
 
 @gluon.jit
@@ -46,8 +54,9 @@ def with_zeros(x_NC, row, params, tile):
 
 
 @gluon.jit
-def store_rows(desc, memory, x_NC, COLUMNS: gl.constexpr, params, tile, CONSUMER: gl.constexpr):
-    """Stores the gradients of one consumer's keys by TMA, through its shared memory."""
+def store_rows(desc, memory, others, x_NC, COLUMNS: gl.constexpr, params, tile, CONSUMER):
+    """Stores the gradients of one consumer's keys by TMA, through its shared memory. others: that
+    of both consumers, if they are one role, of which one thread stores for both."""
     PACKED: gl.constexpr = params.seqs.cu_k is not None
     row = tile.col + CONSUMER * ROWS
     if len(x_NC) == 1:
@@ -59,12 +68,20 @@ def store_rows(desc, memory, x_NC, COLUMNS: gl.constexpr, params, tile, CONSUMER
             x = with_zeros(x_NC[part], row, params, tile)
             part_of(rows, COLUMNS, part).store(x.to(desc.dtype))
     fence_async_shared()
-    coordinates = box(PACKED, tile.batch, tile.kv_head, tile.seq.token_k, tile.seq.stored_k, row)
-    tma_store(desc, coordinates, memory)
+    if gl.num_warps() == 8:
+        for i in gl.static_range(CONSUMERS):
+            row = tile.col + i * ROWS
+            seq = tile.seq
+            at = box(PACKED, tile.batch, tile.kv_head, seq.token_k, seq.stored_k, row)
+            tma_store(desc, at, others[i])
+    else:
+        seq = tile.seq
+        coordinates = box(PACKED, tile.batch, tile.kv_head, seq.token_k, seq.stored_k, row)
+        tma_store(desc, coordinates, memory)
 
 
 @gluon.jit
-def outlet(shared, desc, first: gl.constexpr, CONSUMER: gl.constexpr):
+def outlet(shared, desc, first: gl.constexpr, CONSUMER):
     """Shared memory for gradients of one consumer's keys. This is the memory of its dS, which one
     gradient or both fill. first: whether the gradient is the first of the two."""
     shape: gl.constexpr = desc.block_type.shape
@@ -81,7 +98,7 @@ def ds_bytes(shared):
 
 
 @gluon.jit
-def store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.constexpr):
+def store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER):
     """Stores dV and dK through the memory of dS, once dQ has been computed from it."""
     D: gl.constexpr = io.dk.block_type.shape[-1]
     E: gl.constexpr = io.dv.block_type.shape[-1]
@@ -89,18 +106,18 @@ def store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.conste
         state = stage_of(visit + ahead, params.tile.DS_STAGES)
         barrier.wait(shared.ds_empty.index(state.index), state.phase ^ 1)
     out = outlet(shared, io.dv, True, CONSUMER)
-    store_rows(io.dv, out, dv, params.tile.E, params, tile, CONSUMER)
+    others = outlet(shared, io.dv, True, 0), outlet(shared, io.dv, True, 1)
+    store_rows(io.dv, out, others, dv, params.tile.E, params, tile, CONSUMER)
     if ds_bytes(shared) < 2 * ROWS * (D + E):
         wait_for_outlet()
     dk = scaled(dk, params.sizes.scale * p_descale(io.q.dtype))
     out = outlet(shared, io.dk, False, CONSUMER)
-    store_rows(io.dk, out, dk, params.tile.D, params, tile, CONSUMER)
+    others = outlet(shared, io.dk, False, 0), outlet(shared, io.dk, False, 1)
+    store_rows(io.dk, out, others, dk, params.tile.D, params, tile, CONSUMER)
 
 
 @gluon.jit
-def store_partial(
-    x_NC, BEFORE: gl.constexpr, COLUMNS: gl.constexpr, params, tile, CONSUMER: gl.constexpr
-):
+def store_partial(x_NC, BEFORE: gl.constexpr, COLUMNS: gl.constexpr, params, tile, CONSUMER):
     """Stores one gradient of one consumer's keys for the epilogue, in the order of registers.
     COLUMNS: columns of the gradient. BEFORE: columns of the gradients before it in memory."""
     ALL: gl.constexpr = params.tile.D + params.tile.E
@@ -124,13 +141,13 @@ def store_gradient(
     """Stores one gradient of 64 keys, or one split's addend of it. BOX: which 64 keys of the
     tile."""
     if params.order.partials is None:
-        store_rows(desc, memory, x_NC, COLUMNS, params, tile, BOX)
+        store_rows(desc, memory, (), x_NC, COLUMNS, params, tile, BOX)
     else:
         store_partial(x_NC, BEFORE, COLUMNS, params, tile, BOX)
 
 
 @gluon.jit
-def send_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.constexpr):
+def send_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER):
     """Scales and stores dV and dK, or one split's addends of them."""
     E: gl.constexpr = params.tile.E
     dv = scaled(dv, p_descale(io.q.dtype))
@@ -150,10 +167,12 @@ def backward_consumer(
     shared,
     scheduler: TileScheduler,
     params: HopperBackwardParams,
-    CONSUMER: gl.constexpr,
+    CONSUMER,
 ):
     """Computes the gradients of one consumer's keys of each work tile; zeros if no query sees any
     of them."""
+    if gl.num_warps() == 8:
+        CONSUMER = this_consumer()
     visit = gl.to_tensor(0)
     kv_count = gl.to_tensor(0)
     scheduler_state = PipelineState.start(SCHEDULER_STAGES)

@@ -29,15 +29,18 @@ def backward(io: HopperBackwardIO, params: HopperBackwardParams):
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
     shared = BackwardShared.allocate(io, params)
     # The warps that compute and add dQ read the scheduler's ring, too.
-    scheduler = work_scheduler(params, CONSUMERS + 1 + adders(params))
+    # With eight warps, one role has both consumers: their loops then share machine code, which has
+    # to fit the instruction cache (32 KiB).
+    ROLES: gl.constexpr = 1 if gl.num_warps() == 8 else CONSUMERS
+    scheduler = work_scheduler(params, ROLES + 1 + adders(params))
     fence_async_shared()
     # The launch begins early (KernelCall.programmatic). From here on, the prologue's results are in
     # memory.
     cuda.gdc_wait()
     start_roles(
-        CONSUMERS,
+        ROLES,
         [
-            (backward_consumer, (io, shared, scheduler, params), 4, CONSUMER_REGS),
+            (backward_consumer, (io, shared, scheduler, params), gl.num_warps(), CONSUMER_REGS),
             (backward_dq, (io, shared, scheduler, params), 4, DQ_REGS),
             (backward_producer, (io, shared, scheduler, params), 1, PRODUCER_REGS),
             (backward_adder, (io, shared, scheduler, params, 0), 1, PRODUCER_REGS),

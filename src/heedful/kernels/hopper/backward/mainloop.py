@@ -11,7 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    warpgroup_mma_wait,
 )
 
 from heedful.kernels.hopper.backward.columns import (
@@ -30,7 +29,7 @@ from heedful.kernels.hopper.backward.shared import CONSUMERS, row_numbers, wait_
 from heedful.kernels.hopper.backward.tile import is_masked, visit_range
 from heedful.kernels.hopper.sm90 import barrier
 from heedful.kernels.hopper.sm90.compat import opaque
-from heedful.kernels.hopper.sm90.mma import ROWS, scores_layout
+from heedful.kernels.hopper.sm90.mma import ROWS, scores_layout, wait_products
 from heedful.kernels.hopper.sm90.pairs import from_pairs, lane_place, store_pairs, to_pairs
 from heedful.kernels.hopper.sm90.pipeline import matrix, stage_of
 
@@ -44,7 +43,7 @@ def key_box(boxes, index):
 
 
 @gluon.jit
-def queue_visit(shared, visit, k_stage, params, CONSUMER: gl.constexpr):
+def queue_visit(shared, visit, k_stage, params, CONSUMER):
     """Starts a visit's S."""
     q_state = stage_of(visit, params.tile.Q_STAGES)
     shared.q.consumer_wait(q_state)
@@ -62,18 +61,20 @@ def visit_probabilities(
     params,
     tile,
     number,
-    CONSUMER: gl.constexpr,
+    CONSUMER,
     MASKED: gl.constexpr,
 ):
     """A visit's probabilities, packed until its dP is there."""
     dtype: gl.constexpr = shared.k.dtype
-    layout: gl.constexpr = gl.SliceLayout(0, scores_layout(dtype, params.tile.BLOCK_M))
+    layout: gl.constexpr = gl.SliceLayout(
+        0, scores_layout(dtype, params.tile.BLOCK_M, gl.num_warps())
+    )
     rows = row_numbers(shared, params, visit % params.tile.Q_STAGES, layout, MASKED)
     return queued_probabilities(s_NM, rows, blocks, params, tile, number, dtype, CONSUMER, MASKED)
 
 
 @gluon.jit
-def store_ds(shared, ds_NJ, visit, lane, params, CONSUMER: gl.constexpr):
+def store_ds(shared, ds_NJ, visit, lane, params, CONSUMER):
     """Passes one consumer's dS to the warpgroup that computes dQ."""
     dtype: gl.constexpr = shared.k.dtype
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
@@ -85,7 +86,7 @@ def store_ds(shared, ds_NJ, visit, lane, params, CONSUMER: gl.constexpr):
     else:
         # ptxas: with 128 queries the compiler's store takes fewer instructions, despite its
         # barriers.
-        memory.store(from_pairs(ds_NJ, dtype, scores_layout(dtype, BLOCK_M)))
+        memory.store(from_pairs(ds_NJ, dtype, scores_layout(dtype, BLOCK_M, gl.num_warps())))
         fence_async_shared()
     barrier.arrive_each_warp(shared.ds_full.index(state.index))
 
@@ -101,7 +102,7 @@ def step(
     tile,
     k_stage,
     lane,
-    CONSUMER: gl.constexpr,
+    CONSUMER,
     MASKED: gl.constexpr,
     LAST: gl.constexpr,
 ):
@@ -121,14 +122,14 @@ def step(
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     operand: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
     operand_k: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
-    layout: gl.constexpr = gl.SliceLayout(0, scores_layout(dtype, BLOCK_M))
+    layout: gl.constexpr = gl.SliceLayout(0, scores_layout(dtype, BLOCK_M, gl.num_warps()))
     q_state = stage_of(visit, params.tile.Q_STAGES)
     do_state = stage_of(visit, params.tile.DO_STAGES)
     shared.do.consumer_wait(do_state)
     values, dout = key_box(shared.v, CONSUMER), shared.do.tile(do_state)
     # dP^T = V dO^T
     dp_NM = queue_transposed(values, dout, params.tile.E, BLOCK_M)
-    dp_NM = warpgroup_mma_wait(0, deps=[dp_NM])
+    dp_NM = wait_products(dp_NM)
     if LAST:
         barrier.arrive_after_mma(shared.v_empty.index(0))
     delta_M = shared.delta.index(do_state.index).load(layout)
@@ -147,7 +148,7 @@ def step(
     # dK += dS^T Q
     dk = queue_gradients(left, shared.q.tile(q_state), dk, params.tile.D)
     if not LAST:
-        s_NM = warpgroup_mma_wait(part_count(params.tile.D), deps=[s_NM])
+        s_NM = wait_products(s_NM, part_count(params.tile.D))
         queued = visit_probabilities(
             shared, s_NM, visit + 1, blocks, params, tile, number, CONSUMER, MASKED
         )
@@ -167,7 +168,7 @@ def full_run(blocks, number, last):
 
 
 @gluon.jit
-def backward_mainloop(shared, visit, blocks, params, tile, kv_count, CONSUMER: gl.constexpr):
+def backward_mainloop(shared, visit, blocks, params, tile, kv_count, CONSUMER):
     """(dK, dV, visits so far), not scaled, of one consumer's keys, over a work tile's visits, at
     least one. visit: visits before it, of all work tiles. kv_count: work tiles before it that had
     visits."""
@@ -178,7 +179,7 @@ def backward_mainloop(shared, visit, blocks, params, tile, kv_count, CONSUMER: g
     k_state = stage_of(kv_count, params.tile.K_STAGES)
     barrier.wait(shared.k_full.index(k_state.index), k_state.phase)
     s_NM = queue_visit(shared, visit, k_state.index, params, CONSUMER)
-    s_NM = warpgroup_mma_wait(0, deps=[s_NM])
+    s_NM = wait_products(s_NM)
     queued = visit_probabilities(shared, s_NM, visit, blocks, params, tile, first, CONSUMER, True)
     barrier.wait(shared.v_full.index(0), kv_count & 1)
     wait_for_outlet()

@@ -71,7 +71,7 @@ def _words_in_place(queries):
 
 
 @gluon.jit
-def hide_by_words(p_NM, words_M, params, CONSUMER: gl.constexpr):
+def hide_by_words(p_NM, words_M, params, CONSUMER):
     """As `hide_queries`, for queries with key_ranges."""
     M: gl.constexpr = p_NM.shape[1]
     RANGES: gl.constexpr = params.mask.RANGES
@@ -110,7 +110,7 @@ def range_words(bounds, rows_M, params, tile):
 
 
 @gluon.jit
-def hide_queries(p_NM, params, tile, row, CONSUMER: gl.constexpr):
+def hide_queries(p_NM, params, tile, row, CONSUMER):
     """Probabilities of queries from `row` on, with 0 where a query does not see a key or the key
     does not exist."""
     M: gl.constexpr = p_NM.shape[1]

@@ -54,7 +54,7 @@ def queued_probabilities(
     tile,
     number,
     dtype: gl.constexpr,
-    CONSUMER: gl.constexpr,
+    CONSUMER,
     MASKED: gl.constexpr,
 ):
     """The inputs of a visit's dV and dS: probabilities in pairs and, with softcap, the slopes of

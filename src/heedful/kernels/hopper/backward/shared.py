@@ -152,6 +152,6 @@ class BackwardShared:
         )
 
     @gluon.jit
-    def consumer_ds(self, state, CONSUMER: gl.constexpr):
+    def consumer_ds(self, state, CONSUMER):
         """One consumer's box of dS at a stage."""
         return self.ds.index(CONSUMER * state.stages + state.index)

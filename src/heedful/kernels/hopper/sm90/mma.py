@@ -9,15 +9,46 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from heedful.kernels.hopper.sm90.compat import inline_asm
 from heedful.kernels.hopper.sm90.softmax import scale_rows
 
 ROWS: gl.constexpr = gl.constexpr(64)  # one WGMMA takes 64 query rows, those of one consumer
 
 
 @gluon.constexpr_function
-def scores_layout(dtype, keys):
-    """The register layout of a product of queries and `keys` keys of this dtype."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, keys, 256 // dtype.primitive_bitwidth])
+def scores_layout(dtype, keys, warps=4):
+    """The register layout of a product of queries and `keys` keys of this dtype. With eight warps,
+    both warpgroups have all of it, as far as the compiler knows."""
+    return gl.NVMMADistributedLayout(
+        [3, 0], [warps, 1], [16, keys, 256 // dtype.primitive_bitwidth]
+    )
+
+
+@gluon.constexpr_function
+def _in_place(numbers):
+    """Constraints: a thread's numbers stay in their registers."""
+    return ",".join(["=f"] * numbers + [str(i) for i in range(numbers)])
+
+
+def started(x, _semantic=None):
+    """The registers of a product that may still run."""
+    return gl.tensor(x.handle, getattr(x.type, "tensor_type", x.type))
+
+
+started.__triton_builtin__ = True
+
+
+@gluon.jit
+def wait_products(x, under_way: gl.constexpr = 0):
+    """A product, once at most `under_way` queued later still run. Unlike Triton's wait, this does
+    not make one warpgroup of eight warps wait for the other."""
+    if gl.num_warps() == 4:
+        return warpgroup_mma_wait(under_way, deps=[x])
+    else:
+        x = started(x)
+        text: gl.constexpr = f"wgmma.wait_group.sync.aligned {under_way};"
+        operands: gl.constexpr = _in_place(x.shape[0] * x.shape[1] // 128)
+        return inline_asm(text, operands, [x], x.type)
 
 
 @gluon.jit
