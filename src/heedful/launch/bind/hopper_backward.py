@@ -253,8 +253,10 @@ def _backward_call(
 
 def _shares_code(problem: AttentionProblem, config: HopperBackwardConfig, kernel: str) -> bool:
     """Whether both consumers are one role, see `kernel.backward`. Softcap makes loops long. Dropout
-    would pass its bits between warps, and other head dims and key_ranges have not been measured."""
+    would pass its bits between warps, other head dims and key_ranges have not been measured, and
+    deterministic and packed calls have not run so on hardware."""
     is_measured = problem.head_dim == problem.head_dim_v and problem.head_dim in (64, 128)
-    plain = not (problem.dropout_p or problem.key_ranges)
+    plain = not (problem.dropout_p or problem.key_ranges or problem.deterministic)
+    plain = plain and not (problem.varlen_q or problem.varlen_k)
     plain = plain and config.block_m == CONSUMER_ROWS and kernel == "hopper.backward"
     return bool(problem.softcap) and is_measured and plain
