@@ -1,7 +1,8 @@
 """python tools/time_masks.py [--heads 16] [--dims 128,64] [--rounds 12] [--only documents] [--flex]
 
 Times masks by key_ranges beside the calls that they may replace, forward and backward, in one
-process, one call of each in turn; and what a new mask costs on the device. It prints tables of
+process, one call of each in turn; and what a new mask costs on the device. --lists: block masks
+instead, forward, of which some rows are first compared with float32. It prints tables of
 measurements/hopper-forward.md and hopper-backward.md. --warm: runs every call once, to compile it.
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.attention import flex_attention as flex
 
-from heedful import masks
+from heedful import BlockMask, masks
 from heedful.torch import flash_attn_func, flash_attn_varlen_func
 
 Call = Callable[..., Any]
@@ -131,6 +132,79 @@ def problems(heads: int, dim: int, wants_flex: bool) -> Iterator[tuple[str, dict
     yield f"1 x {n}, window of 1024 beside 64 keys", calls
 
 
+def seen_by(mask: BlockMask, head: int, tile: int) -> torch.Tensor:
+    """bool (side, seqlen_k): what the rows of a tile of queries see."""
+    side, tiles = mask.side, mask.keys.shape[2]
+    head = min(head, mask.rows.shape[1] - 1)
+    whole, part, *pairs = mask.rows[0, head, tile].tolist()
+    found = torch.zeros(side, tiles, side, dtype=torch.bool, device=mask.rows.device)
+    bit = torch.arange(32, device=mask.rows.device)
+    for i in range(whole + part):
+        words = mask.bits[max(pairs[2 * i + 1], 0)]
+        shown = (words[..., None] >> bit & 1).reshape(side, side) != 0
+        found[:, pairs[2 * i]] = shown | (i < whole)
+    return found.reshape(side, tiles * side)[:, : mask.seqlen_k]
+
+
+def compared(x: list[torch.Tensor], mask: BlockMask, out: torch.Tensor) -> None:
+    """Raises AssertionError where rows of a few tiles differ from float32."""
+    q, k, v, _ = x
+    rng = random.Random(3)
+    for _ in range(3):
+        head, tile = rng.randrange(q.shape[2]), rng.randrange(mask.rows.shape[2])
+        rows = slice(tile * mask.side, (tile + 1) * mask.side)
+        of_kv = head * k.shape[2] // q.shape[2]
+        scores = q[0, rows, head].float() @ k[0, :, of_kv].float().T * q.shape[-1] ** -0.5
+        scores = scores.masked_fill(~seen_by(mask, head, tile), float("-inf"))
+        want = torch.softmax(scores, -1).nan_to_num(0.0) @ v[0, :, of_kv].float()
+        torch.testing.assert_close(out[0, rows, head].float(), want, atol=0.01, rtol=0.02)
+
+
+def some_tiles(heads: int, n: int, side: int, each: int) -> BlockMask:
+    """Lists of a head's own, whose rows see `each` tiles drawn at random."""
+    tiles = n // side
+    drawn = torch.rand(1, heads, tiles, tiles, device="cuda").argsort(-1)[..., :each]
+    counts = torch.full((1, heads, tiles), each, device="cuda")
+    return BlockMask.of_lists(counts, drawn, seqlen_q=n, seqlen_k=n, side=side)
+
+
+def diagonal_tiles(n: int, side: int) -> BlockMask:
+    """The causal mask as lists, whose tiles on the diagonal are seen in part."""
+    return BlockMask.of(
+        lambda b, h, i, j: i >= j, seqlen_q=n, seqlen_k=n, side=side, like=torch.ones(1).cuda()
+    )
+
+
+def listed(heads: int, dim: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`problems` of block masks, forward alone. "plain" sees all keys."""
+
+    def of(x: list[torch.Tensor], mask: BlockMask, pairs: int) -> tuple:
+        call = attention(x, block_mask=mask, backend="hopper")
+        compared(x, mask, call())
+        return x, call, pairs
+
+    n = 32768
+    x = [t.detach() for t in inputs(1, n, heads, dim)]
+    plain = (x, attention(x), n * n)
+    quarter = of(x, some_tiles(heads, n, 128, n // 512), n * n // 4)
+    yield f"1 x {n}, a quarter of tiles of 128, a list a head", {"plain": plain, "lists": quarter}
+    few = of(x, some_tiles(heads, n, 64, 64), n * 64 * 64)
+    yield f"1 x {n}, 64 tiles of 64, a list a head", {"plain": plain, "lists": few}
+
+    n = 16384
+    y = [t.detach() for t in inputs(1, n, heads, dim)]
+    plain, causal = (y, attention(y), n * n), (y, attention(y, causal=True), triangle(n))
+    for side in (128, 64):
+        full = of(y, some_tiles(1, n, side, n // side), n * n)
+        yield f"1 x {n}, all tiles of {side}", {"plain": plain, "lists": full}
+    for side in (128, 64):
+        calls = {"causal": causal, "lists": of(y, diagonal_tiles(n, side), triangle(n))}
+        yield f"1 x {n}, the causal mask by tiles of {side}", calls
+    bounded = some_tiles(1, n, 128, n // 128)
+    both = attention(y, causal=True, block_mask=bounded, backend="hopper")
+    yield f"1 x {n}, all tiles of 128 and causal", {"plain": plain, "lists": (y, both, n * n)}
+
+
 def packed(x: list[torch.Tensor], cu: torch.Tensor, longest: int) -> torch.Tensor:
     q, k, v, _ = x
     return flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, causal=True)
@@ -154,14 +228,17 @@ def timed(runs: dict[str, Call], rounds: int) -> dict[str, float]:
     return {name: median(a.elapsed_time(b) for a, b in pairs) for name, pairs in taken.items()}
 
 
-def directions(calls: dict[str, Any]) -> Iterator[tuple[str, dict[str, Call], int]]:
+def directions(
+    calls: dict[str, Any], has_backward: bool
+) -> Iterator[tuple[str, dict[str, Call], int]]:
     def backward(x, call) -> Call:
         out = call()
         dout = torch.randn_like(out)
         return lambda: torch.autograd.grad(out, x[:3], dout, retain_graph=True)
 
     yield "forward", {name: call for name, (_, call, _) in calls.items()}, 4
-    yield "backward", {name: backward(x, call) for name, (x, call, _) in calls.items()}, 10
+    if has_backward:
+        yield "backward", {name: backward(x, call) for name, (x, call, _) in calls.items()}, 10
 
 
 def device_time(call: Call) -> float:
@@ -210,14 +287,18 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--flex", action="store_true")
     parser.add_argument("--masks", action="store_true")
+    parser.add_argument("--lists", action="store_true")
     parser.add_argument("--warm", type=int, default=-1)
     given = parser.parse_args()
     print("| dim | mask | direction | call | ms | TFLOP/s | ratio |\n|" + " --- |" * 7)
     for dim in map(int, given.dims.split(",")):
-        for number, (what, calls) in enumerate(problems(given.heads, dim, given.flex)):
+        kinds = problems(given.heads, dim, given.flex)
+        if given.lists:
+            kinds = listed(given.heads, dim)
+        for number, (what, calls) in enumerate(kinds):
             if given.only not in what or (given.warm >= 0 and number != given.warm):
                 continue
-            for direction, runs, products in directions(calls):
+            for direction, runs, products in directions(calls, not given.lists):
                 found = timed(runs, 1 if given.warm >= 0 else given.rounds)
                 rates = {
                     name: products * calls[name][2] * given.heads * dim / ms / 1e9

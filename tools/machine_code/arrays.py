@@ -168,13 +168,22 @@ HOPPER: Factors = {
     "sink": FLAGS,
     "lse": FLAGS,
     "ranges": (0, 1, 2),
+    "lists": (0, 128, 64),
 }
+_LISTS: Row = {"lists": (128, 64)}
 _hopper_possible = excluded(
-    {"sizes": ("small",), "splits": (3,)}, {"mask": ("causal-first",), "ranges": (1, 2)}
+    {"sizes": ("small",), "splits": (3,)},
+    {"mask": ("causal-first",), "ranges": (1, 2)},
+    {**_LISTS, "ranges": (1, 2)},
+    {**_LISTS, "mask": ("causal-first",)},
+    {**_LISTS, "storage": ("varlen", "varlen-paged")},
+    {**_LISTS, "alibi": (True,)},
+    {**_LISTS, "bias": ("wide", "narrow")},
+    {**_LISTS, "dropout": ("quads",)},
 )
 _PLAIN: Row = {name: values[0] for name, values in HOPPER.items()}
-# Calls whose tiles neither biases, draws for each score nor ranges decide.
-_LIGHT: Row = {"bias": "none", "dropout": "none", "alibi": False, "ranges": 0}
+# Calls whose tiles neither biases, draws for each score, ranges nor lists decide.
+_LIGHT: Row = {"bias": "none", "dropout": "none", "alibi": False, "ranges": 0, "lists": 0}
 _EVEN: Row = {**_LIGHT, "storage": "dense"}
 # Calls as they are timed, and for each row of the config table one that it is chosen for.
 _HOPPER_SEEDS: tuple[Row, ...] = (
@@ -196,6 +205,11 @@ _HOPPER_SEEDS: tuple[Row, ...] = (
     *(
         {**_LIGHT, "sizes": "decode", "dims": (dim, dim), "group": 4, "storage": "paged"}
         for dim in (64, 128, 256)
+    ),
+    *(
+        {**_EVEN, "sizes": "long", "dims": (dim, dim), "mask": "full", "lists": side}
+        for dim in (64, 128, 256)
+        for side in (64, 128)
     ),
 )
 
@@ -226,6 +240,7 @@ def hopper_problem(row: Row) -> AttentionProblem:
         bias=row["bias"] != "none",
         sink=row["sink"],
         key_ranges=row["ranges"],
+        block_mask=row["lists"],
         return_lse=row["lse"],
         num_splits=0 if row["sizes"] == "small" else row["splits"],
     )

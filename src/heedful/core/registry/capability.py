@@ -226,7 +226,7 @@ _OF_HOPPER = frozenset(
     {"causal", "window", "first_keys", "diagonal", "sink", "softcap", "alibi", "bias"}
     | {"dropout", "varlen", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
     | {"head_dims_differ", "return_lse", "split_kv", "backward", "bias_grad"}
-    | {"deterministic", "key_ranges"}
+    | {"deterministic", "key_ranges", "block_mask"}
 )
 _OF_HOPPER_DECODE = frozenset(
     {"causal", "window", "first_keys", "diagonal", "sink", "varlen", "seqused", "paged"}
@@ -405,7 +405,7 @@ VARIANTS: tuple[Variant, ...] = (
         "hopper",
         "hopper.forward",
         triton=(3, 6),
-        gates=_HOPPER_GATES,
+        gates=(*_HOPPER_GATES, gates.lists_of_the_hopper_forward),
     ),
     _on_hopper(
         "hopper",

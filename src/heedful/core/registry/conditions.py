@@ -82,6 +82,15 @@ def drops(problem: AttentionProblem) -> bool:
     return problem.dropout_p > 0
 
 
+def lists_of_128(problem: AttentionProblem) -> bool:
+    """A block mask in tiles of 128 rows: work tiles are no larger, and their keys no more."""
+    return problem.block_mask == 128
+
+
+def lists_of_64(problem: AttentionProblem) -> bool:
+    return problem.block_mask == 64
+
+
 def holds_more(problem: AttentionProblem) -> bool:
     """Whether the backward holds more than probabilities until dP is there: what was dropped, or
     the derivative of the softcap."""

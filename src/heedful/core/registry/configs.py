@@ -42,6 +42,7 @@ _H200 = "H200, 2026-11-20, Triton 3.6: fastest without spills of those tried"
 _H200_25 = "H200, 2026-11-25, Triton 3.9: fastest of those tried"
 _H200_26 = "H200, 2026-11-26, Triton 3.9: fastest of those tried"
 _H200_27 = "H200, 2026-11-27, Triton 3.9: fastest of those tried"
+_H200_LISTS = "H200, 2026-11-27, Triton 3.9: the only one timed"
 _NO_SPILLS = "sm_90, Triton 3.9: largest tried that compiles without spills; not timed"
 _NO_SPILLS_EITHER = "sm_80 and sm_90, Triton 3.9: compiles without spills; not timed"
 _H200_23 = "H200, 2026-11-23, Triton 3.9: fastest of those tried"
@@ -307,6 +308,12 @@ ROWS: list[ConfigRow] = [
     _hopper(64, (192, 64, 4, 5), where.quantised, _H200_27, **_NARROW_CONVERT),
     _hopper(128, (192, 64, 4, 4), where.quantised, _H200_27, **_THREE_CONVERT),
     _hopper(256, (128, 64, 4, 2), where.quantised, _FITS, **_WIDE_CONVERT),
+    _hopper(64, (128, 128, 4, 4), where.lists_of_128, _H200_LISTS, **_D64_TWO),
+    _hopper(128, (128, 128, 4, 3), where.lists_of_128, _H200_LISTS, **_D128_SPECULATIVE),
+    _hopper(256, (128, 64, 4, 2), where.lists_of_128, _FITS, **_D256),
+    _hopper(64, (64, 64, 4, 4), where.lists_of_64, _H200_LISTS, rescale="speculative"),
+    _hopper(128, (64, 64, 4, 4), where.lists_of_64, _H200_LISTS, rescale="speculative"),
+    _hopper(256, (64, 64, 4, 2), where.lists_of_64, _FITS),
     _hopper(128, (128, 64, 4, 3), where.any_pressure, _LEAST_SPILLS, **_D128),
     _hopper(256, (128, 32, 4, 2), where.any_pressure, _LEAST_SPILLS, **_D256),
     _hopper(64, (64, 128, 4, 4), where.packs_in_one, _LEAST_SPILLS, **_ONE),

@@ -13,7 +13,7 @@ from heedful.core.call.problem import (
     NEAR_BYTES,
     AttentionProblem,
 )
-from heedful.core.registry.tiles import DECODE_ROWS, WIDE_DIM
+from heedful.core.registry.tiles import CONSUMER_ROWS, DECODE_ROWS, WIDE_DIM
 
 Gate = Callable[[AttentionProblem, DeviceSpec], str | None]
 
@@ -112,6 +112,24 @@ def ranges_without_leading_keys(problem: AttentionProblem, device: DeviceSpec) -
     if problem.key_ranges and problem.mask.first:
         return "key ranges of rows with leading keys beside a window"
     return None
+
+
+def lists_of_the_hopper_forward(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """A consumer has 64 rows. Steps of a list know their keys where they mask, and no earlier."""
+    if not problem.block_mask:
+        return None
+    if problem.block_mask < CONSUMER_ROWS:
+        return f"a block mask of {problem.block_mask} rows a tile: takes 64 and 128"
+    beside = {
+        "packed sequences": problem.varlen_q or problem.varlen_k,
+        "key ranges": problem.key_ranges,
+        "leading keys": problem.mask.first,
+        "ALiBi": problem.alibi,
+        "a bias": problem.bias,
+        "dropout": problem.dropout_p,
+    }
+    words = ", ".join(name for name, is_there in beside.items() if is_there)
+    return f"a block mask beside {words}" if words else None
 
 
 def equal_head_dims(problem: AttentionProblem, device: DeviceSpec) -> str | None:

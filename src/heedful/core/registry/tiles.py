@@ -243,9 +243,14 @@ class HopperForwardConfig(HopperConfig):
         if triton is not None and triton < _INLINE_ASM:
             rescale = "exact"
         fits = _results_fit(problem, tail_d, tail_e)
-        return replace(
+        made = replace(
             self, tail_d=tail_d, tail_e=tail_e, rescale=rescale, out_in_q=self.out_in_q and fits
         )
+        if not problem.block_mask:
+            return made
+        # Rows of a tile have one list, and its entries are whole numbers of steps.
+        block_m, block_n = (min(n, problem.block_mask) for n in (self.block_m, self.block_n))
+        return replace(made, block_m=block_m, block_n=block_n, pack_gqa=False)
 
 
 def _results_fit(problem: AttentionProblem, tail_d: bool, tail_e: bool) -> bool:

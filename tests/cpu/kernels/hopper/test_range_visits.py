@@ -32,7 +32,9 @@ def visits(entries: list[list[int]], ranges: int, block_n: int, splits: int | No
     given = [n for entry in entries for n in entry]
     hulls = SimpleNamespace(key_hulls=Pointer(given), entries=None, blocks=Int(0))
     params = SimpleNamespace(
-        mask=SimpleNamespace(RANGES=ranges, first=None, HAS_RIGHT=False),
+        mask=SimpleNamespace(
+            RANGES=ranges, first=None, HAS_RIGHT=False, blocks=SimpleNamespace(SIDE=None)
+        ),
         order=SimpleNamespace(hulls=hulls),
         split=SimpleNamespace(splits=splits and Int(splits)),
         gqa=SimpleNamespace(PACK_GQA=1),

@@ -113,6 +113,8 @@ CONDITIONS: dict[str, dict] = {
     "packed, in order": {"total_q": 9000, "total_k": 9000, "deterministic": True},
     "dropped, in order": {"dropout_p": 0.1, "deterministic": True},
     "softcap, in order": {"softcap": 30.0, "deterministic": True},
+    "lists of 128": {"block_mask": 128},
+    "lists of 64": {"block_mask": 64, "seqlen_q": 1},
     "e4m3": {"kv_dtype": "float8_e4m3fn"},
     "fp8_ds_mla of 32 rows": {
         **{"kv_dtype": "fp8_ds_mla", "seqlen_q": 1, "heads_q": 32, "heads_k": 1, "used_k": True}

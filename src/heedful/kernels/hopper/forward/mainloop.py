@@ -75,7 +75,7 @@ def score_again(q, kv, q_state, kv_state, bias_MN, blocks, params, tile, row, j,
     s_MN = rescore(q, kv.k, q_state, kv_state.k, params.tile.BLOCK_N)
     s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j, factors)
     MASKED: gl.constexpr = is_masked(
-        params.mask.HAS_LEFT, params.mask.HAS_RIGHT, params.mask.RANGES
+        params.mask.HAS_LEFT, params.mask.HAS_RIGHT, params.mask.RANGES, params.mask.blocks.SIDE
     )
     if MASKED:
         s_MN = apply_mask_if_needed(s_MN, blocks, params, tile, row, j)
@@ -125,7 +125,7 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSU
     dtype: gl.constexpr = kv.v.boxes.dtype
     BLOCK_N: gl.constexpr = params.tile.BLOCK_N
     MASKED: gl.constexpr = is_masked(
-        params.mask.HAS_LEFT, params.mask.HAS_RIGHT, params.mask.RANGES
+        params.mask.HAS_LEFT, params.mask.HAS_RIGHT, params.mask.RANGES, params.mask.blocks.SIDE
     )
     IS_NATURAL: gl.constexpr = params.mods.unit is not None
     # A bias can mask keys, too.

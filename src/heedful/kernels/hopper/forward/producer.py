@@ -6,7 +6,12 @@ from triton.experimental.gluon import language as gl
 
 from heedful.kernels.args.hopper import HopperIO, HopperParams, TransposeV
 from heedful.kernels.hopper.fp8.transpose_v import wait_for_v_t
-from heedful.kernels.hopper.sm90.block_range import n_block_at, n_block_count, program_n_block_range
+from heedful.kernels.hopper.sm90.block_range import (
+    first_key,
+    n_block_at,
+    n_block_count,
+    program_n_block_range,
+)
 from heedful.kernels.hopper.sm90.mma import ROWS
 from heedful.kernels.hopper.sm90.pipeline import PipelineState
 from heedful.kernels.hopper.sm90.sequences import load_k, load_k_and_v, load_v, queries_at
@@ -28,7 +33,6 @@ def q_stage_of(params, place: gl.constexpr):
 @gluon.jit
 def producer(io: HopperIO, q, kv, scheduler, transpose: TransposeV, params: HopperParams):
     """Loads every tile's queries, and its keys and values in the order of visits."""
-    BLOCK_N: gl.constexpr = params.tile.BLOCK_N
     q_state = PipelineState.start(params.stages.Q_STAGES)
     q_full_state = PipelineState.start(q.full.shape[0])
     kv_state = kv.start()
@@ -40,7 +44,7 @@ def producer(io: HopperIO, q, kv, scheduler, transpose: TransposeV, params: Hopp
         scheduler_state = scheduler_state.next()
         blocks = program_n_block_range(params, tile, split)
         steps = n_block_count(params, blocks)
-        col = n_block_at(params, blocks, 0) * BLOCK_N
+        col = first_key(params, tile, blocks, n_block_at(params, blocks, 0))
         # Keys are one tile before values, in the order in which consumers take them.
         if steps > 0:
             load_k(io, kv, params, tile, col, kv_state)
@@ -52,7 +56,7 @@ def producer(io: HopperIO, q, kv, scheduler, transpose: TransposeV, params: Hopp
             q_full_state = q_full_state.next()
         for step in range(1, steps):
             wait_for_v_t(transpose, params, tile, blocks, step, col)
-            next_col = n_block_at(params, blocks, step) * BLOCK_N
+            next_col = first_key(params, tile, blocks, n_block_at(params, blocks, step))
             load_k_and_v(io, kv, params, tile, next_col, col, kv_state)
             kv_state = kv_state.next()
             col = next_col

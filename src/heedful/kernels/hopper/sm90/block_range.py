@@ -3,12 +3,14 @@ forward's producer and consumers each compute it.
 
 Key tiles are visited from the last to the first, and visits are numbered in this order. The numbers
 count all key tiles that the tile's rows see, so that the splits of a sequence depend on its own
-length alone.
+length alone. Rows with a list of a block mask number key tiles by their places in it. Tiles seen in
+part stand last in a list, and so are visited first.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from heedful.kernels.common.block_lists import list_of, listed, step_of
 from heedful.kernels.common.key_range import key_bounds
 from heedful.kernels.common.row_hulls import first_entry, row_hulls
 from heedful.kernels.hopper.sm90.compat import aggregate
@@ -40,10 +42,53 @@ class NBlockRange:
 def n_block_range(params, tile, row, rows: gl.constexpr):
     """The key tiles of queries [row, row + rows); `core.call.mask.MaskSpec.key_range` is the same
     on the host."""
-    if params.mask.RANGES:
+    if params.mask.blocks.SIDE:
+        return places_in_list(params, tile, row)
+    elif params.mask.RANGES:
         return hull_of_rows(params, tile, row, rows)
     else:
         return n_blocks_by_position(params, tile, row, rows)
+
+
+@gluon.jit
+def places_in_list(params, tile, row):
+    """The places in the list of rows from `row` on. Those seen whole need no mask where neither
+    positions nor the last keys are hidden."""
+    STEPS: gl.constexpr = params.mask.blocks.SIDE // params.tile.BLOCK_N
+    whole, part = listed(
+        list_of(tile.batch, tile.head, row, params.mask.blocks), params.mask.blocks
+    )
+    is_any = (row < tile.seq.len_q) & (tile.seq.len_k > 0)
+    end = gl.where(is_any, (whole + part) * STEPS, 0)
+    begin = end * 0
+    full_end = begin
+    if params.mask.blocks.IS_PLAIN:
+        full_end = gl.where(
+            tile.seq.len_k % params.mask.blocks.SIDE == 0, gl.minimum(whole * STEPS, end), 0
+        )
+    return NBlockRange(begin, begin, full_end, end)
+
+
+@gluon.jit
+def listed_tile(params, tile, row, j):
+    """(first key, index of bits) of place j in the list of rows from `row` on. A place that is
+    masked may be past the last key."""
+    at = list_of(tile.batch, tile.head, row, params.mask.blocks)
+    return step_of(at, j, tile.seq.len_k, params.mask.blocks, params.tile.BLOCK_N, True)
+
+
+@gluon.jit
+def first_key(params, tile, blocks, j):
+    """The first key of key tile j of a work tile's `blocks`."""
+    if params.mask.blocks.SIDE:
+        col, _ = listed_tile(params, tile, tile.row, j)
+        if params.mask.blocks.IS_PLAIN:
+            # Nobody masks those seen whole.
+            last = tile.seq.len_k - params.mask.blocks.SIDE + col % params.mask.blocks.SIDE
+            col = gl.where(j < blocks.full_end, gl.minimum(col, last), col)
+        return col
+    else:
+        return j * params.tile.BLOCK_N
 
 
 @gluon.jit
@@ -88,9 +133,9 @@ def n_blocks_by_position(params, tile, row, rows: gl.constexpr):
 
 
 @gluon.constexpr_function
-def is_masked(HAS_LEFT, HAS_RIGHT, RANGES):
+def is_masked(HAS_LEFT, HAS_RIGHT, RANGES, SIDE):
     """Whether any row may see less than all keys of its sequence."""
-    return bool(HAS_LEFT or HAS_RIGHT or RANGES)
+    return bool(HAS_LEFT or HAS_RIGHT or RANGES or SIDE)
 
 
 @gluon.jit

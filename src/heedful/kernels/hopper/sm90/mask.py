@@ -3,7 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.hopper.sm90.block_range import needs_mask
+from heedful.kernels.common.block_lists import bits_visible
+from heedful.kernels.hopper.sm90.block_range import listed_tile, needs_mask
 from heedful.kernels.hopper.sm90.compat import HAS_INLINE_ASM, inline_asm
 from heedful.kernels.hopper.sm90.sequences import query_position
 
@@ -136,10 +137,92 @@ def mask_ranges(
         return mask_outside_both(s_MN, start_M, end_M, start2_M, end2_M, FILL)
 
 
+@gluon.constexpr_function
+def _by_bits(keys, value):
+    """Assembly that keeps a thread's scores of two rows where the words of bits of these rows show
+    the key, and sets others to `value`. A word has 32 keys."""
+    # ptxas: shifted once by the lane's first column, all other shifts are immediates.
+    count, words = keys // 2, keys // 16
+    fill = {float("-inf"): "0fFF800000", 0.0: "0f00000000"}[value]
+    lines = [
+        f"{{ .reg .pred p; .reg .b32 t, x, b<{words}>; mov.u32 t, %laneid; and.b32 t, t, 3;"
+        " shl.b32 t, t, 1;"
+    ]
+    lines += [f"shr.b32 b{i}, ${2 * count + i}, t;" for i in range(words)]
+    for i in range(count):
+        row, column = i // 2 % 2, i // 4 * 8 + i % 2
+        bit = 1 << column % 32
+        lines.append(f"and.b32 x, b{column // 32 * 2 + row}, {bit}; setp.ne.s32 p, x, 0;")
+        lines.append(f"selp.f32 ${i}, ${count + i}, {fill}, p;")
+    return " ".join(lines) + " }"
+
+
+@gluon.jit
+def mask_by_bits(s_MN, params, bits, row, col, FILL: gl.constexpr):
+    """Scores of rows from `row` on and keys from `col` on, with keys that these bits hide set to
+    FILL. bits: the index of a tile in the pool."""
+    M: gl.constexpr = s_MN.shape[0]
+    N: gl.constexpr = s_MN.shape[1]
+    layout: gl.constexpr = s_MN.type.layout
+    rows_M = row + gl.arange(0, M, layout=gl.SliceLayout(1, layout))
+    if HAS_INLINE_ASM:
+        WORDS: gl.constexpr = params.mask.blocks.SIDE // 32
+        base = params.mask.blocks.bits + bits.to(gl.int64) * (params.mask.blocks.SIDE * WORDS)
+        at_M = base + (
+            rows_M % params.mask.blocks.SIDE * WORDS + col % params.mask.blocks.SIDE // 32
+        )
+        operands = (s_MN,)
+        for word in gl.static_range(N // 32):
+            operands = operands + (gl.load(at_M + word),)
+        text: gl.constexpr = _by_bits(N, FILL)
+        return inline_asm(text, _kinds(len(operands)), operands, s_MN.type, is_pure=True)
+    else:
+        cols_N = col + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+        shown_MN = bits_visible(bits, rows_M[:, None], cols_N[None, :], params.mask.blocks)
+        return gl.where(shown_MN, s_MN, FILL)
+
+
+@gluon.jit
+def mask_listed(s_MN, params, tile, row, j, FILL: gl.constexpr):
+    """Scores of place j in the list of rows from `row` on, with keys set to FILL that bits or
+    positions hide."""
+    N: gl.constexpr = params.tile.BLOCK_N
+    M: gl.constexpr = s_MN.shape[0]
+    rows: gl.constexpr = gl.SliceLayout(1, s_MN.type.layout)
+    col, bits = listed_tile(params, tile, row, j)
+    if bits >= 0:
+        s_MN = mask_by_bits(s_MN, params, bits, row, col, FILL)
+    diagonal = row + tile.seq.off - col
+    stop = tile.seq.len_k - col
+    hides = stop < N
+    stop_M = gl.full([M], 0, gl.int32, rows) + stop
+    start_M = None
+    if params.mask.HAS_RIGHT:
+        hides = hides | (diagonal + params.mask.right + 1 < N)
+        stop_M = gl.minimum(
+            stop_M, gl.arange(0, M, layout=rows) + (diagonal + params.mask.right + 1)
+        )
+    if params.mask.HAS_LEFT:
+        hides = hides | (diagonal + (M - 1) - params.mask.left > 0)
+        start_M = gl.arange(0, M, layout=rows) + (diagonal - params.mask.left)
+    if hides:
+        s_MN = mask_outside(s_MN, start_M, stop_M, FILL)
+    return s_MN
+
+
 @gluon.jit
 def apply_mask(s_MN, keys, params, tile, row, j, FILL: gl.constexpr = float("-inf")):
     """Scores or probabilities of query rows from `row` on and key tile j, with unseen keys set to
     FILL."""
+    if params.mask.blocks.SIDE:
+        return mask_listed(s_MN, params, tile, row, j, FILL)
+    else:
+        return mask_by_position(s_MN, keys, params, tile, row, j, FILL)
+
+
+@gluon.jit
+def mask_by_position(s_MN, keys, params, tile, row, j, FILL: gl.constexpr):
+    """`apply_mask` of rows that have no list."""
     col = j * params.tile.BLOCK_N
     M: gl.constexpr = s_MN.shape[0]
     layout: gl.constexpr = s_MN.type.layout

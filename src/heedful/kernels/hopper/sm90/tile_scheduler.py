@@ -53,7 +53,7 @@ def decode(params, index):
     head, block = l2_swizzle(
         index, row_blocks, heads, params.order.l2_heads, params.order.l2_groups
     )
-    if params.mask.HAS_RIGHT or params.mask.RANGES:
+    if params.mask.HAS_RIGHT or params.mask.RANGES or params.mask.blocks.SIDE:
         block = row_blocks - 1 - block
     if params.order.varlen_tiles is None:
         batch = head // params.gqa.heads
