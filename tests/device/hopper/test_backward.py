@@ -17,6 +17,7 @@ from support.hopper.device import ON_HOPPER, WITH_TRITON_3_9
 from support.problems.budget import run
 from support.problems.cases import Case, build, twins, variants
 from support.problems.variants import problems, sample
+from support.runs.captures import graph_capture
 from support.runs.prepared import Prepared
 
 pytestmark = [*ON_HOPPER, WITH_TRITON_3_9]
@@ -291,7 +292,7 @@ def test_a_captured_backward_computes_anew_in_each_replay():
     inputs = leaves(2, 500, 4, 64)
     gradients(attend, inputs)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         captured = gradients(attend, inputs)
     for seed in (1, 2):
         with torch.no_grad():

@@ -13,6 +13,7 @@ from support.hopper.device import ON_HOPPER
 from support.problems.budget import check, run
 from support.problems.cases import Case, build, variants
 from support.runs import api
+from support.runs.captures import graph_capture
 from support.runs.prepared import Prepared
 
 pytestmark = ON_HOPPER
@@ -104,7 +105,7 @@ def test_a_captured_call_reads_the_lists_of_its_replay():
     made = [BlockMask.of(mask, capacity=64) for mask in masks]
     heedful.flash_attn_func(q, q, q, block_mask=made[0], backend="hopper")
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         out = heedful.flash_attn_func(q, q, q, block_mask=made[0], backend="hopper")
     for mask, own in zip(masks, made, strict=True):
         for name in ("rows", "keys", "bits"):

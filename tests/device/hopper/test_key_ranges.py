@@ -13,6 +13,7 @@ from support.hopper.device import ON_HOPPER
 from support.problems.budget import check, run
 from support.problems.cases import Case, build, variants
 from support.runs import api
+from support.runs.captures import graph_capture
 from support.runs.prepared import Prepared
 
 pytestmark = ON_HOPPER
@@ -175,7 +176,7 @@ def test_a_captured_call_reads_the_masks_of_its_replay():
     called()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         out = called()
     begin = torch.arange(1000, device="cuda", dtype=torch.int32) // 300 * 300
     for first in (begin, begin // 2, begin * 0):

@@ -17,6 +17,7 @@ from support.hopper.device import ON_HOPPER
 from support.problems.budget import run
 from support.problems.cases import FRESH, MIXED, Case
 from support.problems.served import replayed, served
+from support.runs.captures import graph_capture
 from support.runs.prepared import Prepared
 
 pytestmark = ON_HOPPER
@@ -203,7 +204,7 @@ def test_what_follows_a_mixed_batch_waits_for_both_kernels(backend):
     want, _ = heedful.flash_attn_varlen_func(**call, backend=backend)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         out, _ = heedful.flash_attn_varlen_func(**call, backend=backend)
         seen = out.clone()
     for _ in range(5):

@@ -15,6 +15,7 @@ from heedful.core.registry.gates import SWAP_AB_ROWS
 from support.hopper.device import WITH_TRITON_3_9
 from support.problems.budget import run
 from support.problems.cases import Case
+from support.runs.captures import graph_capture
 from support.runs.prepared import Prepared
 
 pytestmark = [pytest.mark.gpu, WITH_TRITON_3_9]
@@ -150,7 +151,7 @@ def test_a_replayed_graph_reads_lengths_and_tables_anew(kernel):
 
     step()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         out = step()
     draw = random.Random(0)
     for _ in range(20):

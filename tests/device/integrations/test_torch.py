@@ -15,6 +15,7 @@ from heedful.integrations.torch.aten import MASKED
 from heedful.integrations.torch.functional import NAME
 from support.integrations import sdpa_calls
 from support.integrations.sdpa_calls import BY_NAME, CALLS
+from support.runs.captures import graph_capture
 
 pytestmark = pytest.mark.gpu
 
@@ -185,7 +186,7 @@ def test_a_graph_replays_a_step(scope, dropout_p):
                 step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with graph_capture(graph):
             results = step()
         seen = []
         for _ in range(2):

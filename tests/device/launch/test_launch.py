@@ -13,6 +13,7 @@ import torch
 
 import heedful
 from heedful.torch.eager import backends, calls
+from support.runs.captures import graph_capture
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(heedful.__file__).parents[1]
@@ -140,7 +141,7 @@ def test_kernels_that_count_start_from_zero_in_every_call_and_replay():
     run = partial(heedful.flash_attn_func, q, q, q, causal=True, backend="hopper")
     want = run()
     graph, out = torch.cuda.CUDAGraph(), torch.empty_like(q)
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         run(out=out)
     # More than a region of zeros has room for.
     for call in range(1100):
@@ -167,7 +168,7 @@ def test_a_known_call_plans_nothing_and_replays_from_a_graph(monkeypatch):
         monkeypatch.setattr(calls, step, refuse)
     monkeypatch.setattr(backends, "prepare", refuse)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         heedful.flash_attn_func(q, k, v, out=out)
     out.fill_(torch.nan)
     graph.replay()

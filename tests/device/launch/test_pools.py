@@ -12,6 +12,7 @@ import torch
 
 import heedful.torch as heedful
 from heedful.torch.eager import zeros
+from support.runs.captures import graph_capture
 
 pytestmark = pytest.mark.gpu
 
@@ -132,7 +133,7 @@ def captured(function):
             function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         result = function()
     return graph, result
 
@@ -221,7 +222,7 @@ def test_another_stream_that_captures_is_not_disturbed_by_a_first_call():
     thread.start()
     graph, out = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with graph_capture(graph, capture_error_mode="thread_local"):
         out += 1
         begun.set()
         made.wait()

@@ -22,6 +22,7 @@ import heedful.torch  # noqa: E402
 from support.problems.budget import Results, check  # noqa: E402
 from support.problems.cases import Case, build, variants  # noqa: E402
 from support.runs import jax_api  # noqa: E402
+from support.runs.captures import graph_capture  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -233,7 +234,7 @@ def test_a_graph_of_the_other_device_replays_there():
     want, out = call(q, q, q), torch.empty_like(q)
     with torch.cuda.device(device):
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with graph_capture(graph):
             out.copy_(call(q, q, q))
     for _ in range(3):
         out.fill_(torch.nan)

@@ -12,6 +12,7 @@ from heedful import BlockMask, configure
 from support.problems.budget import check, run
 from support.problems.cases import Case, build, variants
 from support.runs import api
+from support.runs.captures import graph_capture
 from support.runs.prepared import Prepared
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +63,7 @@ def test_a_captured_graph_reads_the_lists_of_its_replay():
     made = [BlockMask.of(mask, capacity=32) for mask in masks]
     heedful.flash_attn_func(q, q, q, block_mask=made[0])
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         out = heedful.flash_attn_func(q, q, q, block_mask=made[0])
     for mask, own in zip(masks, made, strict=True):
         for name in ("rows", "keys", "bits"):

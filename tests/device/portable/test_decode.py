@@ -16,6 +16,7 @@ from support.hopper.device import DECODES, ON_HOPPER, WITH_TRITON_3_9
 from support.problems.budget import run
 from support.problems.cases import Case
 from support.problems.variants import distinct
+from support.runs.captures import graph_capture
 from support.runs.prepared import Prepared
 
 pytestmark = pytest.mark.gpu
@@ -196,7 +197,7 @@ def test_a_replayed_graph_over_latent_vectors_of_8_bits_reads_lengths_anew(is_ro
 
     step()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         out = step()
     draw = random.Random(0)
     for _ in range(20):
@@ -248,7 +249,7 @@ def test_a_replayed_graph_reads_lengths_and_tables_anew(backend):
 
     step()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         out = step()
     draw = random.Random(0)
     for _ in range(20):
@@ -276,7 +277,7 @@ def test_a_replay_runs_one_kernel_and_fills_nothing(backend, kernel, dims):
     step = partial(heedful.flash_attn_with_kvcache, q, k, v, cache_seqlens=lengths, backend=backend)
     step()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         step()
     graph.replay()
     torch.cuda.synchronize()

@@ -11,6 +11,7 @@ import heedful.torch as heedful
 from heedful.launch.program import programs
 from heedful.torch.eager.calls import CALLS
 from support.hopper.device import DECODES
+from support.runs.captures import graph_capture
 
 pytestmark = pytest.mark.gpu
 
@@ -121,7 +122,7 @@ def test_a_replayed_graph_appends_where_lengths_say():
     call = call_of(x, 3)
     heedful.flash_attn_with_kvcache(**call)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         out = heedful.flash_attn_with_kvcache(**call)
     for lengths in ([0, 17, 4093, -1], [4000, -1, 3, 900]):
         call["cache_seqlens"].copy_(torch.tensor(lengths, dtype=torch.int32))

@@ -7,6 +7,7 @@ import heedful.torch as heedful
 from heedful.reference.budget import DRAWS, Error, over_budget
 from heedful.torch.api.merge import merged
 from support.problems.merges import SIZES, largest_share, parts_near
+from support.runs.captures import graph_capture
 
 pytestmark = pytest.mark.gpu
 
@@ -54,7 +55,7 @@ def test_a_captured_merge_reads_its_parts_anew():
     outs, lses, sink = (t.cuda() for t in drawn((3, 4, 1, 8, 128), 0))
     heedful.merge_attn_states(outs, lses, sink)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         got = heedful.merge_attn_states(outs, lses, sink)
     for t, new in zip((outs, lses, sink), drawn((3, 4, 1, 8, 128), 1), strict=True):
         t.copy_(new)

@@ -11,6 +11,7 @@ from support.problems.budget import check
 from support.problems.cases import Case, build, variants
 from support.runs import api
 from support.runs.api import results
+from support.runs.captures import graph_capture
 
 pytestmark = pytest.mark.gpu
 
@@ -139,7 +140,7 @@ def test_a_length_on_the_device_is_captured_into_a_graph():
         step()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         out = step()
     for cuts in ([0, 100, 164, 420], [0, 0, 400, 420], [0, 420, 420, 420]):
         bounds.copy_(torch.tensor(cuts, dtype=torch.int32))
@@ -172,7 +173,7 @@ def test_gradients_of_pages_are_captured_and_the_same_bits_each_time():
         step()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         got = step()
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

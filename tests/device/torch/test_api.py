@@ -12,6 +12,7 @@ from support.problems.budget import check
 from support.problems.cases import Case, build, twins, variants
 from support.problems.prefixes import whole_prefix
 from support.runs.api import results
+from support.runs.captures import graph_capture
 
 pytestmark = pytest.mark.gpu
 
@@ -98,7 +99,7 @@ def captured(function):
             function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         result = function()
     return graph, result
 

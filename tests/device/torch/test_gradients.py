@@ -10,6 +10,7 @@ import heedful.torch as heedful
 from support.problems.budget import check
 from support.problems.cases import Case, build, variants
 from support.runs import api
+from support.runs.captures import graph_capture
 from support.runs.gradients import keywords_of, results
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +67,7 @@ def test_a_captured_backward_computes_what_the_call_computes():
         backward()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         got = backward()
     dout.copy_(torch.randn_like(dout))
     graph.replay()

@@ -12,6 +12,7 @@ from heedful.torch.base.device import toolchain
 from heedful.torch.eager.cache_update import append_kv
 from support.fenced import Fenced
 from support.hopper.device import WITH_TRITON_3_9
+from support.runs.captures import graph_capture
 
 pytestmark = pytest.mark.gpu
 
@@ -274,5 +275,5 @@ def test_checking_pages_names_row_and_entry_and_refuses_capture(monkeypatch):
         heedful.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=lengths, block_table=table)
     assert torch.equal(k, kept)
     refused = pytest.raises(ValueError, match="HEEDFUL_CHECK_PAGES must be 0")
-    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with refused, graph_capture(torch.cuda.CUDAGraph()):
         heedful.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, block_table=table)

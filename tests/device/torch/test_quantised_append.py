@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import heedful.torch as heedful
+from support.runs.captures import graph_capture
 
 pytestmark = pytest.mark.gpu
 
@@ -82,7 +83,7 @@ def test_a_replayed_graph_quantises_anew():
     x["cache_seqlens"].fill_(3)
     heedful.flash_attn_with_kvcache(**x, causal=True)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         out = heedful.flash_attn_with_kvcache(**x, causal=True)
     for length in (0, 11, 40):
         for name in ("q", "k", "v"):

@@ -9,6 +9,7 @@ from torch import Tensor
 from heedful import merge_attn_states
 from support.integrations.engine import Engine, Request
 from support.integrations.tiny_model import LONGEST, Facts, slopes
+from support.runs.captures import graph_capture
 
 # Physical orders of [layers, blocks, heads, tokens, content], by vLLM's names.
 Layout = tuple[int, ...]
@@ -52,7 +53,7 @@ class Step:
                 self.forward(metadata, batch, fields)
             torch.cuda.current_stream().wait_stream(side)
             self.graph, self.graphs = torch.cuda.CUDAGraph(), self.graphs + 1
-            with torch.cuda.graph(self.graph):
+            with graph_capture(self.graph):
                 self.out = self.forward(metadata, batch, fields)
         self.graph.replay()
         return self.out.clone()

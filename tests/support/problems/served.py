@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from support.runs.captures import graph_capture
+
 
 def served(
     lens_q: list[int], lens_k: list[int], capacity: int, longest: int, tokens: int = 0
@@ -40,7 +42,7 @@ def replayed(
     its sequences, and other used lengths: (mix, out, lse). Both were NaN before."""
     step()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with graph_capture(graph):
         out, lse = step()
     drawn, most = random.Random(0), call["max_seqlen_k"]
     for mix in [*mixes] * 3:

@@ -406,6 +406,7 @@ VARIANTS: tuple[Variant, ...] = (
         "hopper.forward",
         triton=(3, 6),
         gates=(*_HOPPER_GATES, gates.lists_of_the_hopper_forward),
+        unrun=frozenset({"block_mask"}),
     ),
     _on_hopper(
         "hopper",
