@@ -13,11 +13,11 @@ from heedful.core.base.device import of_arch
 from heedful.core.planning.plan import plan
 from heedful.core.registry import capability
 from heedful.torch.base.device import device_spec, toolchain
+from support.captures import graph_capture
 from support.hopper.device import ON_HOPPER, WITH_TRITON_3_9
 from support.problems.budget import run
 from support.problems.cases import Case, build, twins, variants
 from support.problems.variants import problems, sample
-from support.runs.captures import graph_capture
 from support.runs.prepared import Prepared
 
 pytestmark = [*ON_HOPPER, WITH_TRITON_3_9]

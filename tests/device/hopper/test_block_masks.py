@@ -9,11 +9,11 @@ import torch
 import heedful.torch as heedful
 from heedful import BlockMask
 from heedful.core.registry.by_hand import forced
+from support.captures import graph_capture
 from support.hopper.device import ON_HOPPER
 from support.problems.budget import check, run
 from support.problems.cases import Case, build, variants
 from support.runs import api
-from support.runs.captures import graph_capture
 from support.runs.prepared import Prepared
 
 pytestmark = ON_HOPPER

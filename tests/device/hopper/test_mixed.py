@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 import heedful.torch as heedful
 from heedful.core.registry.by_hand import forced
 from heedful.torch.base.device import toolchain
+from support.captures import graph_capture
 from support.hopper.device import ON_HOPPER
 from support.problems.budget import run
 from support.problems.cases import FRESH, MIXED, Case
 from support.problems.served import replayed, served
-from support.runs.captures import graph_capture
 from support.runs.prepared import Prepared
 
 pytestmark = ON_HOPPER

@@ -12,10 +12,10 @@ import heedful.torch as heedful
 from heedful.core.call.problem import LATENT_ROWS
 from heedful.core.registry.by_hand import forced
 from heedful.core.registry.gates import SWAP_AB_ROWS
+from support.captures import graph_capture
 from support.hopper.device import WITH_TRITON_3_9
 from support.problems.budget import run
 from support.problems.cases import Case
-from support.runs.captures import graph_capture
 from support.runs.prepared import Prepared
 
 pytestmark = [pytest.mark.gpu, WITH_TRITON_3_9]

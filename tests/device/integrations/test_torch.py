@@ -13,9 +13,9 @@ from heedful import flash_attn_func, flash_attn_varlen_func
 from heedful.integrations.torch import Report, activate, restore, sdpa
 from heedful.integrations.torch.aten import MASKED
 from heedful.integrations.torch.functional import NAME
+from support.captures import graph_capture
 from support.integrations import sdpa_calls
 from support.integrations.sdpa_calls import BY_NAME, CALLS
-from support.runs.captures import graph_capture
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ import torch
 
 import heedful
 from heedful.torch.eager import backends, calls
-from support.runs.captures import graph_capture
+from support.captures import graph_capture
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(heedful.__file__).parents[1]

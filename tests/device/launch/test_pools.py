@@ -12,7 +12,7 @@ import torch
 
 import heedful.torch as heedful
 from heedful.torch.eager import zeros
-from support.runs.captures import graph_capture
+from support.captures import graph_capture
 
 pytestmark = pytest.mark.gpu
 

@@ -19,10 +19,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 import heedful.jax  # noqa: E402
 import heedful.torch  # noqa: E402
+from support.captures import graph_capture  # noqa: E402
 from support.problems.budget import Results, check  # noqa: E402
 from support.problems.cases import Case, build, variants  # noqa: E402
 from support.runs import jax_api  # noqa: E402
-from support.runs.captures import graph_capture  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

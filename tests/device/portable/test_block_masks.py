@@ -9,10 +9,10 @@ from torch.nn.attention import flex_attention as torchs
 
 import heedful.torch as heedful
 from heedful import BlockMask, configure
+from support.captures import graph_capture
 from support.problems.budget import check, run
 from support.problems.cases import Case, build, variants
 from support.runs import api
-from support.runs.captures import graph_capture
 from support.runs.prepared import Prepared
 
 pytestmark = pytest.mark.gpu

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import heedful.torch as heedful
 from heedful.core.registry.by_hand import forced
+from support.captures import graph_capture
 from support.hopper.device import DECODES, ON_HOPPER, WITH_TRITON_3_9
 from support.problems.budget import run
 from support.problems.cases import Case
 from support.problems.variants import distinct
-from support.runs.captures import graph_capture
 from support.runs.prepared import Prepared
 
 pytestmark = pytest.mark.gpu

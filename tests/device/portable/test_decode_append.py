@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import heedful.torch as heedful
 from heedful.launch.program import programs
 from heedful.torch.eager.calls import CALLS
+from support.captures import graph_capture
 from support.hopper.device import DECODES
-from support.runs.captures import graph_capture
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,8 @@ import torch
 import heedful.torch as heedful
 from heedful.reference.budget import DRAWS, Error, over_budget
 from heedful.torch.api.merge import merged
+from support.captures import graph_capture
 from support.problems.merges import SIZES, largest_share, parts_near
-from support.runs.captures import graph_capture
 
 pytestmark = pytest.mark.gpu
 

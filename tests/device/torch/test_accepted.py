@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import heedful.torch as typed
+from support.captures import graph_capture
 from support.problems.budget import check
 from support.problems.cases import Case, build, variants
 from support.runs import api
 from support.runs.api import results
-from support.runs.captures import graph_capture
 
 pytestmark = pytest.mark.gpu
 

@@ -8,11 +8,11 @@ import torch
 
 import heedful.torch as heedful
 from heedful.core.registry.by_hand import forced
+from support.captures import graph_capture
 from support.problems.budget import check
 from support.problems.cases import Case, build, twins, variants
 from support.problems.prefixes import whole_prefix
 from support.runs.api import results
-from support.runs.captures import graph_capture
 
 pytestmark = pytest.mark.gpu
 

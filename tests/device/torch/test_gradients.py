@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import heedful.torch as heedful
+from support.captures import graph_capture
 from support.problems.budget import check
 from support.problems.cases import Case, build, variants
 from support.runs import api
-from support.runs.captures import graph_capture
 from support.runs.gradients import keywords_of, results
 
 pytestmark = pytest.mark.gpu

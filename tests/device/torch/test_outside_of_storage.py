@@ -10,9 +10,9 @@ import heedful.torch as heedful
 from heedful.core.registry.by_hand import forced
 from heedful.torch.base.device import toolchain
 from heedful.torch.eager.cache_update import append_kv
+from support.captures import graph_capture
 from support.fenced import Fenced
 from support.hopper.device import WITH_TRITON_3_9
-from support.runs.captures import graph_capture
 
 pytestmark = pytest.mark.gpu
 

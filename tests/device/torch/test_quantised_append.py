@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import heedful.torch as heedful
-from support.runs.captures import graph_capture
+from support.captures import graph_capture
 
 pytestmark = pytest.mark.gpu
 

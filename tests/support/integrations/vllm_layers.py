@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from heedful import merge_attn_states
+from support.captures import graph_capture
 from support.integrations.engine import Engine, Request
 from support.integrations.tiny_model import LONGEST, Facts, slopes
-from support.runs.captures import graph_capture
 
 # Physical orders of [layers, blocks, heads, tokens, content], by vLLM's names.
 Layout = tuple[int, ...]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.runs.captures import graph_capture
+from support.captures import graph_capture
 
 
 def served(
