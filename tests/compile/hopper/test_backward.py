@@ -95,6 +95,7 @@ def test_products_are_under_way_together_and_tensors_are_not_spilled(head_dim, t
     assert_step_is_sound(call)
 
 
+@pytest.mark.slow
 def test_no_products_are_made_of_the_quarter_of_zeros_of_96_columns():
     call = main_call(head_dim=96)
     q = call.arguments["io.q"]
@@ -148,7 +149,9 @@ def assert_step_is_sound(call, reloads: int = MOST_RELOADS) -> None:
     assert made.shared_bytes <= DEVICE.shared_bytes
     loops = step_loops(call, made)
     is_wide = call.kernel.function == "backward_wide"
-    assert len(loops) >= 2 if is_wide else len(loops) == 2
+    # One each of two consumers, or one of both if they are one role of eight warps.
+    roles = 1 if call.options["num_warps"] == 8 else 2
+    assert len(loops) >= 2 if is_wide else len(loops) == roles
     for loop in loops:
         assert_products_are_under_way_together(loop, reloads)
         # dS of 64 queries leaves without waiting for the warpgroup's other warps.

@@ -142,7 +142,6 @@ CHEAP = (
     "backward-varlen-causal",
     "decode-paged-16-float16",
     "decode-tree-mask-paged",
-    "decode-int4-shift-paged-float16",
     "decode-e4m3",
 )
 

@@ -1,6 +1,7 @@
 """Attention of new tokens over a KV cache, which it can extend first."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -195,11 +196,11 @@ def flash_attn_with_kvcache(
     )
     if dispatched:
         with torch.no_grad():
-            parts = _parts(values, tensors, Operands, Options, CacheUpdate)
-            return _traced(_masked(parts[0], block_mask), *parts[1:], out)
+            parts = _parts(values, tensors, Operands, Options, CacheUpdate, block_mask)
+            return _traced(*parts, out)
     if block_mask is not None:
-        parts = _parts(values, tensors, new_operands, new_options, new_update)
-        return _eager(_masked(parts[0], block_mask), *parts[1:], out)
+        parts = _parts(values, tensors, new_operands, new_options, new_update, block_mask)
+        return _eager(*parts, out)
     known_as: Any = (*values, *map(type, values + tensors))
     call, addresses = None, None
     try:
@@ -223,31 +224,22 @@ def flash_attn_with_kvcache(
     return _eager(*_parts(values, tensors, new_operands, new_options, new_update), out, known_as)
 
 
+# The names of operands in the order of `_ARGUMENTS`, "" for what is none.
+_OPERANDS = ("q", "k", "v", *[""] * 5, "kv_batch_idx", "leftpad_k", "block_table", "alibi_slopes")
+_OPERANDS += ("k_descale", "v_descale", "k_shift", "v_shift", "sink", "tree_mask", "key_ranges")
+
+
 def _parts(
-    values: tuple, tensors: tuple, operands, options, update
+    values: tuple, tensors: tuple, operands, options, update, block_mask: Any = None
 ) -> tuple[Operands, Options, CacheUpdate]:
     """The operands, options and update of a call, made by these functions. tensors: its arguments
     that are tensors, in the order of `_ARGUMENTS`; values: the others."""
     scale, causal, window_size, softcap, interleaved, splits, return_lse, backend = values
-    q, k_cache, v_cache, k, v, cos, sin, used, rows, pads, table, alibi, *more, prefix, _ = tensors
-    k_descale, v_descale, k_shift, v_shift, sink, tree_mask, key_ranges = more
+    q, k_cache, _, k, v, cos, sin, used, *_, prefix, _ = tensors
+    by_name = {name: t for name, t in zip(_OPERANDS, tensors, strict=False) if name}
+    mask = block_operands(block_mask, q, k_cache, is_readable, block_table=by_name["block_table"])
     return (
-        operands(
-            q=q,
-            k=k_cache,
-            v=v_cache,
-            alibi_slopes=alibi,
-            sink=sink,
-            block_table=table,
-            kv_batch_idx=rows,
-            leftpad_k=pads,
-            tree_mask=tree_mask,
-            key_ranges=key_ranges,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            k_shift=k_shift,
-            v_shift=v_shift,
-        ),
+        operands(**by_name, **mask),
         options(
             kind="kvcache",
             softmax_scale=scale,
@@ -259,13 +251,6 @@ def _parts(
             backend=backend,
         ),
         update(k, v, cos, sin, used, interleaved, prefix),
-    )
-
-
-def _masked(x: Operands, block_mask: BlockMask | None) -> Operands:
-    """The operands with those of a block mask."""
-    return x._replace(
-        **block_operands(block_mask, x.q, x.k, is_readable, block_table=x.block_table)
     )
 
 
@@ -329,7 +314,7 @@ class CacheCall:
                 steps = *self.attention.casts, *self.attention.steps
                 y = adapt(part._replace(q=unrotated.q), steps)
                 q_leaves = update.rotary_cos is not None and self.prefix is not None
-                planned = self.attention.runner.asked
+                planned = replace(self.attention.runner.case.asked, problem=plan.problem)
                 self.step = DeviceStep(y, update, planned, whole_out, q_leaves)
             if self.prefix is not None:
                 self.prefix.bind()

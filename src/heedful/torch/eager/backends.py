@@ -152,11 +152,6 @@ class GpuRunner:
     def plan(self) -> Plan:
         return replace(self.case.plan, problem=self.problem)
 
-    @property
-    def asked(self) -> Plan:
-        """The plan for other programs of the same attention, such as one that appends first."""
-        return replace(self.case.asked, problem=self.problem)
-
     def forward(self, x: Operands, out: torch.Tensor | None = None):
         """(out, lse or None, probs or None). lse: a pair with its rest if that is kept."""
         return self.run_on([*map(address_of, self.pick(x))], out)

@@ -2,6 +2,7 @@
 positions, and computes attention. No value is read back.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,12 +44,10 @@ class DeviceStep:
         if update.rotary_cos is not None and q_leaves:
             made["q"] = ArraySpec.contiguous(tuple(q.shape), specs["q_new"].dtype)
         buffers, interleaved = specs | made, bool(update.rotary_interleaved)
-        plan, step = programs.runnable(
-            plan,
-            "forward",
-            lambda by: programs.step(by, buffers, interleaved, update.position0),
-        )
-        note(plan, "step", buffers, interleaved=interleaved, position0=update.position0)
+        more = {"interleaved": interleaved, "position0": update.position0}
+        make = partial(programs.step, buffers=buffers, **more)
+        plan, step = programs.runnable(plan, "forward", make)
+        note(plan, "step", buffers, **more)
         self.run = Case(step, plan.device.arch, q.device, specs, made).alone()
 
     def __call__(
