@@ -19,7 +19,7 @@ from heedful.core.call.problem import ITEM_BITS, AttentionProblem
 from heedful.core.planning.plan import Plan, plan, rejected_together, words_of_sequences
 from heedful.core.planning.sizes import Workspace
 from heedful.core.registry.capability import Toolchain
-from heedful.launch.program.programs import program
+from heedful.launch.program.programs import as_run, program
 from heedful.launch.spec import Program
 
 
@@ -43,7 +43,7 @@ def explain(
         problem = options.problem()
         spread = [] if ranks is None else _over_ranks(problem, ranks)
         target, tools = planned_device(device)
-        decision = plan(problem, target, _with_triton(tools, triton), backend)
+        decision = as_run(plan(problem, target, _with_triton(tools, triton), backend))
         compiler = f"Triton {triton}" if triton else _compiler(tools)
     except ValueError as error:
         fail(escape(str(error)))

@@ -3,14 +3,12 @@
 import ctypes
 import importlib.util
 import struct
-import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from heedful.core.base import installed
 from heedful.launch import driver
 from heedful.launch.code.artifact import Artifact, Parameter, map_words
 from heedful.launch.driver import cuda, hip
@@ -287,21 +285,6 @@ def test_an_old_driver_is_given_no_code_of_a_newer_cuda(library, abi, version, l
     with pytest.raises(RuntimeError, match=f"{words} serves CUDA 12.9: update the driver"):
         cuda.load(made, 0)
     assert "cuModuleLoadData" not in library.names()
-
-
-@pytest.mark.parametrize("name", ["ptxas", "ptxas-blackwell"])
-def test_machine_code_says_which_cuda_its_assembler_is_of(name, tmp_path):
-    compiler = installed.compiler()
-    ptxas = compiler and compiler.assemblers.get(name)
-    if ptxas is None:
-        pytest.skip(f"no Triton with {name} here")
-    told = subprocess.run([ptxas, "--version"], capture_output=True, text=True, check=True).stdout
-    source, made = tmp_path / "k.ptx", tmp_path / "k.cubin"
-    source.write_text(
-        ".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry k() { ret; }"
-    )
-    subprocess.run([ptxas, "-arch=sm_90a", source, "-o", made], check=True)
-    assert f"release {cuda.cuda_of(made.read_bytes())}." in told
 
 
 def test_a_kernel_that_does_not_load_is_named_with_the_driver(library):

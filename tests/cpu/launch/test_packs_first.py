@@ -1,6 +1,7 @@
 """Kernels of a loaded pack are run whatever Triton is installed. Calls that no pack lists are
 planned for that Triton."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -133,3 +134,30 @@ def test_explain_says_that_no_pack_has_a_direction(pack, monkeypatch):
         words = explain(flash_attn_func, *(rows(256, grad=True) for _ in range(3)), causal=True)
     for direction in ("forward", "backward"):
         assert f"the {direction} is planned without packs: none has all of its kernels" in words
+
+
+def test_lengths_stay_open_whatever_packs_are_asked_for(pack, monkeypatch):
+    """A pack that lists all opens the cases that its Triton opens without one. One that lists none
+    opens no more than the plans of both Tritons together: words and keys settle no length."""
+    opened = []
+
+    def runnable(*arguments):
+        opened.append(arguments[1])
+        return made_by(*arguments)
+
+    made_by = backends.runnable
+    monkeypatch.setattr(backends, "runnable", runnable)
+    monkeypatch.setattr(logging.getLogger("heedful"), "level", logging.INFO)
+
+    def cases(tools: Toolchain) -> tuple[int, list[tuple[str, str]]]:
+        opened.clear()
+        with compiled(tools, monkeypatch) as asked:
+            for length in range(1024, 1024 + 12 * 256, 256):
+                trained(length)
+        return len(opened), asked
+
+    of_new, want = cases(Toolchain(NEW))
+    of_old, _ = cases(Toolchain(OLD))
+    assert cases(pack(want)) == (of_new, want)
+    packs._loaded.clear()
+    assert cases(pack([]))[0] <= of_new + of_old < 12
