@@ -1,9 +1,9 @@
 """The strategy "ring": a rank holds the keys of one other rank at a time, and those of the next are
 on their way beside the kernels (Ring Attention, arXiv 2310.01889).
 
-Parts of a query's attention are merged in float32, and rounded once. Gradients of parts, from out
-and lse of all keys, are summed in float32, in the order of steps. A sink enters the part with a
-row's own keys.
+Parts of a query's attention are merged in float32; on GPUs each part's out has 16 bits. Gradients
+of parts, from out and lse of all keys, are summed in float32, in the order of steps. A sink enters
+the part with a row's own keys.
 """
 
 from collections.abc import Iterator
