@@ -84,8 +84,8 @@ def check(x: dict[str, Any], q_len: int, backend: str, monkeypatch: pytest.Monke
     found, results_of = [], []
     for make, kernels in ((programs.step, 1), (programs.in_turn, 2)):
 
-        def made(*given, make=make, kernels=kernels):
-            program = make(*given)
+        def made(*given, make=make, kernels=kernels, **named):
+            program = make(*given, **named)
             assert len(program.calls) == kernels
             found.append(program)
             return program

@@ -325,7 +325,6 @@ def _hopper_backward(name: str, features: set[str], max_dim: int, *more: Gate) -
         direction="backward",
         max_dim=max_dim,
         gates=(*_TMA_GATES, gates.aligned_draws, gates.near_softcap, *more),
-        unrun=frozenset() if name == "backward" else frozenset({"key_ranges"}),
     )
 
 
@@ -343,7 +342,6 @@ VARIANTS: tuple[Variant, ...] = (
         gates.bfloat16_beside_rows,
         kv_dtypes=(*_E4M3, LATENT_ROWS),
         converts=True,
-        unrun=frozenset({"causal", "diagonal", "kv_batch_idx", "leftpad_k"}),
     ),
     _on_hopper(
         "decode",
@@ -406,7 +404,6 @@ VARIANTS: tuple[Variant, ...] = (
         "hopper.forward",
         triton=(3, 6),
         gates=(*_HOPPER_GATES, gates.lists_of_the_hopper_forward),
-        unrun=frozenset({"block_mask"}),
     ),
     _on_hopper(
         "hopper",

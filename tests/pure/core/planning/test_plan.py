@@ -31,13 +31,21 @@ def test_every_known_device_has_a_kernel_for_a_plain_training_call(name):
 def test_what_has_not_run_with_a_feature_says_so_and_keeps_its_level_without():
     h200 = by_name("H200")
     plain = dense(1, 1024, 1024, 8, head_dim=256, needs_grad=True)
-    masked, without = plan(replace(plain, key_ranges=1), h200), plan(plain, h200)
-    assert masked.backward == without.backward == "hopper"
-    assert (masked.level, masked.backward_level) == ("run", "compile-only")
-    assert "[compile-only]" in explain(masked)
-    assert (without.level, without.backward_level) == ("run", "run")
+    row = next(row for row in VARIANTS if row.label == "hopper/wide")
+    new = replace(row, unrun=frozenset({"key_ranges"}))
+    assert row.level(h200, replace(plain, key_ranges=1)) == "run"
+    assert new.level(h200, replace(plain, key_ranges=1)) == "compile-only"
+    assert new.level(h200, plain) == new.level(h200) == "run"
     for row in VARIANTS:
         assert row.unrun <= row.features, row.label
+
+
+def test_a_plan_shows_the_level_of_its_kernel():
+    ranges = dense(1, 1024, 1024, 8, head_dim=256, needs_grad=True, key_ranges=1)
+    chosen = plan(ranges, by_name("H200"))
+    assert (chosen.level, chosen.backward_level) == ("run", "run")
+    assert "hopper/wide [run]" in explain(chosen)
+    assert "portable [emulated]" in explain(plan(ranges, by_name("MI300X")))
 
 
 def test_a_named_backend_that_cannot_raises_with_every_reason():
