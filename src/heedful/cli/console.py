@@ -20,6 +20,11 @@ TOOLCHAIN_HELPS = (
     " install` brings one beside this environment's"
 )
 
+ROCM_HELPS = (
+    "torch's builds for ROCm are on its own index alone, and bring their Triton: pip install torch"
+    " --index-url https://download.pytorch.org/whl/rocm7.2 (docs/amd.md)"
+)
+
 _LEVEL_STYLES = {"run": "green", "emulated": "cyan", "compile-only": "yellow", "untested": "red"}
 
 

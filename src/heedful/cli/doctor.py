@@ -17,13 +17,14 @@ import heedful
 from heedful import integrations
 from heedful.bench.harness import machine
 from heedful.cli import matrix
-from heedful.cli.console import TOOLCHAIN_HELPS, TRITON_HELPS, fail, level_text, out
+from heedful.cli.console import ROCM_HELPS, TOOLCHAIN_HELPS, TRITON_HELPS, fail, level_text, out
 from heedful.core.base import settings
-from heedful.core.base.device import MIB, NO_GPU_ON_WINDOWS, DeviceSpec
+from heedful.core.base.device import KNOWN, MIB, NO_GPU_ON_WINDOWS, DeviceSpec
 from heedful.core.base.installed import TESTED, numbers
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.registry.capability import LEVELS, VARIANTS, Toolchain, Variant
 from heedful.launch.code.folder import Folder
+from heedful.validation import sensors
 
 _PACKAGES = ("torch", "triton", "jax", "jaxlib", "numpy")
 
@@ -41,7 +42,8 @@ def doctor(
     distinct = list({(device.name, device.arch): device for device in devices}.values())
     rows = {device.name: list(_kernels(device, tools)) for device in distinct}
     frameworks = list(_frameworks())
-    advice = [*_advice(devices, tools), *_untested(versions), *_untested_frameworks(frameworks)]
+    advice = [*_amd_advice(devices, tools), *_advice(devices, tools), *_untested(versions)]
+    advice += _untested_frameworks(frameworks)
     if as_json:
         facts = {
             "versions": versions,
@@ -199,8 +201,39 @@ def _missing(row: Variant, device: DeviceSpec, tools: Toolchain) -> list[str]:
     return [reason for reason in row.why_not(problem, device, tools) if reason not in anyway]
 
 
+def _amd_advice(devices: list[DeviceSpec], tools: Toolchain) -> Iterator[str]:
+    """AMD GPUs: a torch that cannot use them; kernels that wait for a Triton or a validation."""
+    there, seen = _amd_gpus(), [d for d in devices if d.vendor == "amd"]
+    if there and not seen:
+        build = "torch is not installed"
+        if tools.torch is not None:
+            build = f"torch {machine.version('torch')} cannot use it"
+        yield f"there is an AMD GPU ({', '.join(there)}), and {build}: {ROCM_HELPS}"
+    for device in {d.arch: d for d in seen}.values():
+        rows = [v for v in VARIANTS if v.level(device) == "emulated" and not v.by_default]
+        waiting = {v.backend for v in rows} - tools.validated
+        if waiting and any(_missing(v, device, tools) for v in rows):
+            yield (
+                f"the {', '.join(sorted(waiting))} kernels of {device.name} need Triton 3.9:"
+                " `heedful toolchain install` brings one beside this environment's"
+            )
+        elif waiting:
+            yield (
+                f"the {', '.join(sorted(waiting))} kernels of {device.name} run only if they are"
+                " named until `heedful validate` has passed here"
+            )
+
+
+def _amd_gpus() -> list[str]:
+    """Architectures of this machine's AMD GPUs that heedful has kernels for, whatever torch is."""
+    known = {device.arch for device in KNOWN.values()}
+    return [arch for arch in dict.fromkeys(sensors.gpus()) if arch in known]
+
+
 def _advice(devices: list[DeviceSpec], tools: Toolchain) -> Iterator[str]:
     gpus = [device for device in devices if device.vendor != "cpu"]
+    if not gpus and _amd_gpus():
+        return  # said of AMD GPUs
     if tools.torch is None:
         yield 'torch is not installed: pip install "heedful[cpu]", or [cuda] with an NVIDIA GPU'
     elif not gpus and machine.driver():

@@ -47,6 +47,7 @@ def validate(
     verdicts = _correctness(grid.grid(small=where.type == "cpu"), asked, where)
     out.print(_table(verdicts, asked))
     outcomes = [] if no_bench else _bench(asked, where)
+    clock = {} if no_bench else _clock(outcomes, where)
     complaints = [f"{v.backend}, {v.problem}: {words}" for v in verdicts for words in v.wrong]
     complaints += [
         f"{figure.peer}, {outcome.case.name}: {figure.missing}"
@@ -59,7 +60,7 @@ def validate(
     for line in complaints:
         out.print(f"[bold red]wrong[/] {escape(line)}", soft_wrap=True)
     recorded = _record(frozenset(asked), where, not complaints)
-    _write_report(report, where, verdicts, outcomes, complaints, recorded)
+    _write_report(report, where, verdicts, outcomes, complaints, recorded, clock)
     out.print(f"wrote {escape(str(report))}", soft_wrap=True)
     if complaints:
         raise typer.Exit(1)
@@ -153,7 +154,71 @@ def _record(names: frozenset[str], where, passed: bool) -> str | None:
     return str(path)
 
 
-def _write_report(path: Path, where, verdicts, outcomes, complaints, recorded: str | None) -> None:
+def _clock(outcomes: "list[Outcome]", where) -> dict:
+    """On an AMD GPU that the emulator has a clock for: its facts, micro-kernels and benches beside
+    their predictions."""
+    try:
+        from heedful.validation import on_device
+    except ImportError as error:
+        out.print(f"[dim]no predictions: {error.name} is not installed[/]")
+        return {}
+    if not on_device.has_clock(where):
+        return {}
+    micro, beside = [], []
+    with _progress() as progress:
+        total = on_device.count(where) + len(outcomes)
+        task = progress.add_task("against the emulator's clock", total=total)
+        for record in on_device.micro_kernels(where):
+            micro.append(record)
+            progress.update(task, description=record["name"], advance=1)
+        for outcome in outcomes:
+            progress.update(task, description=f"predicting {outcome.case.name}")
+            beside += on_device.predictions(outcome, where)
+            progress.advance(task)
+    out.print(_micro_table(micro))
+    out.print(_beside_table(beside))
+    return {**on_device.facts(where), "micro_kernels": micro, "predictions": beside}
+
+
+def _micro_table(records: list[dict]) -> Table:
+    table = Table(title="Micro-kernels", title_justify="left", title_style="bold")
+    for name in ("micro-kernel", "clocks", "predicted", "of a", "GHz", "W"):
+        table.add_column(name)
+    for record in records:
+        if "failed" in record:
+            table.add_row(record["name"], f"[red]{escape(record['failed'])}[/]")
+            continue
+        seen, told = record["measured"], record["predicted"]
+        hz, watts = seen["clock_hz"], record["samples"].get("power_w", {})
+        table.add_row(
+            record["name"],
+            "-" if seen["clocks"] is None else f"{seen['clocks']:.2f}",
+            f"{told['clocks']:.2f}",
+            record["unit"],
+            "-" if hz is None else f"{hz / 1e9:.2f}",
+            f"{watts['median']:.0f}" if watts else "-",
+        )
+    return table
+
+
+def _beside_table(records: list[dict]) -> Table:
+    table = Table(title="Times, us", title_justify="left", title_style="bold")
+    for name in ("case", "kernels", "measured", "predicted", "between"):
+        table.add_column(name)
+    for record in records:
+        cells = [record["case"], record["peer"], f"{record['measured_us']:.1f}"]
+        if "failed" in record:
+            cells.append(f"[red]{escape(record['failed'])}[/]")
+        else:
+            low, high = record["predicted_low_us"], record["predicted_high_us"]
+            cells += [f"{record['predicted_us']:.1f}", f"{low:.1f} to {high:.1f}"]
+        table.add_row(*cells)
+    return table
+
+
+def _write_report(
+    path: Path, where, verdicts, outcomes, complaints, recorded: str | None, clock: dict
+) -> None:
     from dataclasses import asdict
 
     from heedful.bench.harness.run import records, surroundings
@@ -169,5 +234,6 @@ def _write_report(path: Path, where, verdicts, outcomes, complaints, recorded: s
         "record": recorded,
         "problems": [verdict.record() for verdict in verdicts],
         "bench": [record for outcome in outcomes for record in records(outcome, where)],
+        "amd": clock,
     }
     write(path, json.dumps(facts, indent=1, default=str))

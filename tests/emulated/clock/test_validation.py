@@ -1,0 +1,204 @@
+"""What `heedful validate` measures on an AMD GPU, compiled for both chips and emulated: the
+micro-kernels are right, settle what they are for, and stand in the report beside predictions."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from heedful.bench.harness.cases import Case
+from heedful.bench.harness.run import Figure, Outcome
+from heedful.bench.harness.timing import Spread
+from heedful.cli.validate import validate
+from heedful.core.base.device import by_name
+from heedful.core.call.problem import AttentionProblem
+from heedful.emulator import At, emulate
+from heedful.emulator.clock.constants import CONSTANTS, SLOT, constant
+from heedful.emulator.clock.work import work_of
+from heedful.launch import compiler
+from heedful.validation import micro, on_device, sensors
+
+CHIPS = {"gfx942": "MI300X", "gfx950": "MI355X"}
+PASSES = 8
+EACH = [(arch, probe) for arch in micro.ARCHES for probe in micro.probes(arch)]
+CPU = torch.device("cpu")
+
+
+def named(arch: str, name: str) -> micro.Probe:
+    return next(p for p in micro.probes(arch) if p.name == name)
+
+
+def emulated(arch: str):
+    """A launcher that runs a call on the emulator."""
+
+    def launch(call):
+        artifact = compiler.artifact(call, arch)
+        out = np.zeros(micro.elements(call), np.int32)
+        values = {"iterations": call.arguments["iterations"].value, "out": At(out), "x": At(out)}
+        args = [values.get(p.name) for p in artifact.parameters]
+        report = emulate(artifact, call.grid, args)
+        assert report.clean, report.summary()
+        return 1e-3, out
+
+    return launch
+
+
+@pytest.mark.parametrize(("arch", "probe"), EACH, ids=lambda x: getattr(x, "name", x))
+def test_the_emulator_finds_nothing_in_a_micro_kernel(arch, probe):
+    seen = micro.measured(probe, 2, 3, emulated(arch))
+    assert seen.seconds == 1e-3
+    if probe.body:  # the emulator counts instructions in place of clocks
+        assert seen.clocks and seen.clocks >= 3 * len(probe.body) / 3 / probe.count
+        assert seen.clock_hz == pytest.approx(micro.TICKS_HZ, rel=0.2)
+
+
+def expected(arch: str, name: str) -> float:
+    """Clocks of one unit by the documents' rules, the end of a round aside."""
+    if name == "clock":
+        return SLOT
+    if name == "exponentials":
+        return SLOT * constant("trans_slots", arch)
+    if name == "MFMA":
+        return SLOT * PASSES
+    count = int(name.split()[2])
+    if "v_pk" in name:
+        return SLOT * (PASSES + constant("packed_after", arch) + count)
+    nbytes = {"gfx942": 16, "gfx950": 32}[arch]
+    hold = constant("mfma_hold", arch) + nbytes / constant("mfma_hold_bytes", arch)
+    return SLOT * max(PASSES, hold + count)
+
+
+@pytest.mark.parametrize(
+    ("arch", "probe"), [(a, p) for a, p in EACH if p.body], ids=lambda x: getattr(x, "name", x)
+)
+def test_the_clock_predicts_what_the_documents_say_and_the_end_of_a_round(arch, probe):
+    told = micro.predicted(probe, arch, 1).clocks
+    # A branch, and a comparison ahead of it: eleven slots at most.
+    assert 0 <= told - expected(arch, probe.name) <= 11 * SLOT / probe.count
+
+
+@pytest.mark.parametrize("arch", micro.ARCHES)
+def test_rival_rules_predict_other_counts(arch, monkeypatch):
+    """So that a measurement decides: other holds, pk beside an MFMA."""
+    names = [p.name for p in micro.probes(arch) if " " in p.name]
+    told = [micro.predicted(named(arch, n), arch, 1).clocks for n in names]
+    rivals = {"mfma_hold": 0, "mfma_hold_bytes": 8, "packed_after": 0}
+    for name, value in rivals.items():
+        with monkeypatch.context() as patch:
+            changed = replace(CONSTANTS[name], **{arch: value})
+            patch.setitem(CONSTANTS, name, changed)
+            work_of.cache_clear()
+            other = [micro.predicted(named(arch, n), arch, 1).clocks for n in names]
+            work_of.cache_clear()
+        assert max(abs(a - b) for a, b in zip(told, other, strict=True)) >= SLOT
+
+
+@pytest.mark.parametrize("arch", micro.ARCHES)
+def test_atomics_are_predicted_at_their_rate(arch):
+    units, rounds = int(constant("compute_units", arch)), 2000
+    told = micro.predicted(named(arch, "atomics"), arch, units, rounds)
+    rate = units * micro.LANES * rounds / told.seconds
+    assert rate == pytest.approx(constant("atomics", arch), rel=0.02)
+
+
+def test_a_chip_without_a_clock_is_refused():
+    with pytest.raises(ValueError, match="arch must be among gfx942, gfx950, got 'gfx90a'"):
+        micro.probes("gfx90a")
+
+
+@pytest.fixture
+def hwmon(tmp_path):
+    folder = tmp_path / "0000:05:00.0" / "hwmon" / "hwmon3"
+    folder.mkdir(parents=True)
+    for name, value in {
+        "freq1_input": 1_312_000_000,
+        "freq2_input": 1_300_000_000,
+        "power1_input": 743_000_000,
+        "power1_cap": 750_000_000,
+        "temp2_input": 71_000,
+    }.items():
+        (folder / name).write_text(f"{value}\n")
+    return tmp_path
+
+
+def test_sensors_are_read_while_something_runs(hwmon):
+    place = sensors.folder("0000:05:00.0", hwmon)
+    assert place is not None and sensors.cap_w(place) == 750
+    with sensors.sampled(place) as samples:
+        while len(samples) < 2:
+            pass
+    told = sensors.summary(samples)
+    assert told["clock_mhz"] == {"low": 1312, "median": 1312, "high": 1312}
+    assert told["power_w"]["median"] == 743 and told["temperature_c"]["high"] == 71
+    (place / "power1_input").unlink()
+    assert "power_w" not in sensors.reading(place)
+    assert sensors.folder("0000:06:00.0", hwmon) is None
+    with sensors.sampled(None) as none:
+        assert none == []
+
+
+@pytest.fixture(params=micro.ARCHES)
+def stand_in(request, monkeypatch, hwmon, tmp_path):
+    """The emulator under the name of a GPU."""
+    spec = by_name(CHIPS[request.param])
+    few = [named(spec.arch, n) for n in ("clock", "MFMA + 5 v_mul_f32", "atomics")]
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path / "rocm"))
+    (tmp_path / "rocm" / ".info").mkdir(parents=True)
+    (tmp_path / "rocm" / ".info" / "version").write_text("7.2.1-43\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(on_device, "device_spec", lambda _: spec)
+    monkeypatch.setattr(on_device, "has_clock", lambda _: True)
+    monkeypatch.setattr(on_device, "launcher", lambda device, arch: emulated(arch))
+    monkeypatch.setattr(micro, "probes", lambda arch: few)
+    monkeypatch.setattr(micro, "rounds", lambda *_: 2)
+    at = sensors.folder("0000:05:00.0", hwmon)
+    monkeypatch.setattr(on_device, "sensor_folder", lambda _: at)
+    return spec
+
+
+def test_the_report_has_micro_kernels_versions_and_sources(stand_in, monkeypatch):
+    from heedful.validation import grid, run
+
+    monkeypatch.setattr(grid, "grid", lambda small: grid._small()[:1])
+    monkeypatch.setattr(run, "bench_cases", lambda _: [])
+    app = typer.Typer()
+    app.command()(validate)
+    done = CliRunner().invoke(app, ["--device", "cpu", "--report", "r.json"])
+    assert done.exit_code == 0, done.output
+    amd = json.loads(Path("r.json").read_text())["amd"]
+    assert amd["rocm"] == "7.2.1-43" and amd["power_cap_w"] == 750
+    assert [m["name"] for m in amd["micro_kernels"]] == ["clock", "MFMA + 5 v_mul_f32", "atomics"]
+    for record in amd["micro_kernels"]:
+        assert "failed" not in record and record["predicted"]["clocks"] > 0
+        assert record["measured"]["seconds"] == 1e-3
+    assert amd["clock"]["packed_after"]["source"].startswith("LLVM pull request")
+    assert "Micro-kernels" in done.output
+
+
+def test_a_bench_has_its_prediction_beside_it(stand_in):
+    problem = AttentionProblem.dense(1, 256, 256, 2, 1, 64, causal=True)
+    time = Spread(10.0, 9.0, 11.0)
+    figures = [Figure("sdpa", time), Figure("heedful:portable", time), Figure("heedful:cdna")]
+    (record,) = on_device.predictions(
+        Outcome(Case("forward", problem), None, figures), torch.device("cpu")
+    )
+    assert record["peer"] == "heedful:portable" and record["measured_us"] == 10
+    low, told, high = (record[f"predicted_{n}us"] for n in ("low_", "", "high_"))
+    assert 0 < low <= told <= high
+    assert [x["kernel"] for x in record["launches"]] == ["attention_forward"]
+
+
+def test_a_backend_that_cannot_be_predicted_says_why(stand_in):
+    problem = AttentionProblem.dense(1, 256, 256, 2, 1, 64)
+    outcome = Outcome(Case("forward", problem), None, [Figure("heedful:hopper", Spread(1, 1, 1))])
+    (record,) = on_device.predictions(outcome, torch.device("cpu"))
+    assert record["failed"].startswith("ValueError: ")
+
+
+def test_other_devices_have_no_clock():
+    assert not on_device.has_clock(CPU)
