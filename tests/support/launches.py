@@ -13,12 +13,14 @@ from support.runs.standin import Launch, Map
 # What a kernel does, by its function's name.
 _ROLES = {
     "attention_forward": "forward",
+    "attention_in_parts": "forward",
     "forward": "forward",
     "decode": "forward",
     "mla": "forward",
     "mla_swap_ab": "forward",
     "mla_converting": "forward",
     "combine_splits": "merge",
+    "merge_parts": "merge",
     "clear_unused": "clear",
     "clear_outside": "clear outside",
     "signed_probabilities": "probabilities",

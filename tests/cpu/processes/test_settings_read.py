@@ -48,6 +48,12 @@ def attend(rows: int = 40, dtype=torch.float16) -> None:
     heedful.flash_attn_func(q, q, q)
 
 
+def dropped(rows: int = 40, dtype=torch.float16) -> None:
+    """A call that no kernel takes with numerics="invariant"."""
+    q = torch.zeros(1, rows, 1, 64, dtype=dtype)
+    heedful.flash_attn_func(q, q, q, dropout_p=0.5, dropout_seed=1)
+
+
 def over_pages(rows: int, dtype=torch.float16) -> None:
     """A call whose first page does not exist."""
     q, pages = torch.zeros(1, rows, 1, 64, dtype=dtype), torch.zeros(2, 16, 1, 64, dtype=dtype)
@@ -67,6 +73,11 @@ SEEN: dict[str, tuple[str, Callable[[], bool], Callable[[], bool]]] = {
         "nobody's",
         lambda: raises(attend),
         lambda: raises(lambda: attend(41, torch.float32)),
+    ),
+    "numerics": (
+        "invariant",
+        lambda: raises(dropped),
+        lambda: raises(lambda: dropped(41, torch.float32)),
     ),
     "workspace_limit": (
         "0",
@@ -151,7 +162,7 @@ def test_what_is_read_once_stays_and_is_not_to_be_changed(monkeypatch):
 
 
 def test_wrong_changes_change_nothing():
-    with pytest.raises(TypeError, match=r"^backends must be one of backend, workspace_limit_mb, "):
+    with pytest.raises(TypeError, match=r"^backends must be one of backend, numerics, "):
         configure(check_pages=True, backends="cpu")
     with pytest.raises(ValueError, match=r"^cache_limit_mb='much': "):
         configure(check_pages=True, cache_limit_mb="much")

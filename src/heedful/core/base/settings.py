@@ -81,6 +81,16 @@ def _level(text: str) -> str:
     return text.lower()
 
 
+# Whether bits of a result may depend on how a call is made, see core/call/numerics.py.
+NUMERICS = ("fast", "invariant")
+
+
+def _numerics(text: str) -> str:
+    if text not in NUMERICS:
+        raise ValueError(f"wanted one of {', '.join(NUMERICS)}")
+    return text
+
+
 # HEEDFUL_TRITON where this process's own Triton is to compile.
 PROCESS = "process"
 
@@ -108,6 +118,13 @@ TABLE = {
         None,
         KIND,
         "backend to use for every call that names none; such a call raises where it cannot",
+    ),
+    "numerics": Setting(
+        _numerics,
+        "fast",
+        KIND,
+        "what calls take that name no numerics: fast, or invariant for bits that do not depend on"
+        " how a call is made",
     ),
     "workspace_limit": Setting(
         _size, None, KIND, "largest scratch of one call in MiB; a call that needs more raises"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from heedful.core.base import numbers
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.numbers import ints, real, truth, whole, wrong_type
+from heedful.core.call.numerics import with_numerics
 from heedful.core.call.operands import Operands
 
 # The dropout origin of a call that is no shard.
@@ -127,6 +128,8 @@ def bind(kind: str, arguments: dict[str, Any]) -> tuple[Operands, Options, Cache
 
     x = Operands(**{**picked(Operands._fields), "seed": None})
     options = Options(**{**picked(Options._fields), "kind": kind})
+    backend = with_numerics(options.backend, arguments.get("numerics"))
+    options = options._replace(backend=backend)
     update = CacheUpdate()
     if kind == "kvcache":
         update = CacheUpdate(**{name: arguments[name] for name in CacheUpdate._fields})

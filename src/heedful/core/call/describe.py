@@ -17,6 +17,7 @@ from heedful.core.base.symbols import larger, smaller
 from heedful.core.call.arguments import AttentionCall, Options, argument_name
 from heedful.core.call.block_mask import check_blocks
 from heedful.core.call.mask import MaskSpec
+from heedful.core.call.numerics import is_invariant
 from heedful.core.call.operands import LENGTHS, SCALES, Operands
 from heedful.core.call.problem import (
     ITEM_BITS,
@@ -120,6 +121,7 @@ def check(call: AttentionCall) -> AttentionProblem:
         v_in_k=call.v_in_k,
         # Without dropout the origin does not matter: all have the same plan and kernels.
         dropout_origin=tuple(options.dropout_origin) if drops else (0, 0, 0, 0),
+        invariant=is_invariant(options.backend),
     )
     problem.validate()
     _check_window(x, options, sizes)

@@ -27,6 +27,11 @@ def check_cache(call: AttentionCall, update: CacheUpdate) -> AttentionProblem:
         call = call._replace(x=call.x._replace(seqused_k=update.cache_seqlens))
     problem = check(call)
     if update.shared_prefix is not None:
+        if problem.invariant:
+            raise ValueError(
+                "shared_prefix must be None with numerics='invariant': its result is merged with"
+                " that of the cache, whose parts would end elsewhere; got arrays"
+            )
         _check_prefix(call.x, problem, update.shared_prefix)
     check_pair("k", update.k, "v", update.v)
     check_pair("rotary_cos", update.rotary_cos, "rotary_sin", update.rotary_sin)

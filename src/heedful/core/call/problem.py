@@ -71,7 +71,8 @@ class AttentionProblem:
     near_rows: rows of Q, K, V and the output begin less than NEAR_BYTES apart. v_in_k: V is a view
     of the first head_dim_v values of each row of K (MLA). dropout_origin: (batch, head, row,
     column) of this call's first score in the whole problem, so that a shard draws the mask that the
-    unsharded call would.
+    unsharded call would. invariant: a row's bits depend on its query, on the keys and values that
+    it sees, on their positions and on options, and on nothing else (numerics="invariant").
     """
 
     batch: int
@@ -115,6 +116,7 @@ class AttentionProblem:
     near_rows: bool = True
     v_in_k: bool = False
     dropout_origin: tuple[int, int, int, int] = (0, 0, 0, 0)
+    invariant: bool = False
 
     def __post_init__(self):
         # Rounded to float32 the scale might be 0, and 0 times a hidden score, which is -inf, would

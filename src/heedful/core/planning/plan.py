@@ -15,7 +15,12 @@ from heedful.core.registry.by_hand import OPTIONS, Overrides, asked, with_option
 from heedful.core.registry.capability import KernelRow, Toolchain, Variant
 from heedful.core.registry.configs import ConfigRow
 from heedful.core.registry.mixed import SHORT_KERNELS
-from heedful.core.registry.tiles import HopperConfig, SharedKeysConfig, TileConfig
+from heedful.core.registry.tiles import (
+    HopperConfig,
+    PortablePartsConfig,
+    SharedKeysConfig,
+    TileConfig,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +370,8 @@ def explain(plan: Plan, update: str | None = None) -> str:
             f" {c.num_stages} stages {c.words()}".rstrip()
             + f" ({plan.measured[kernel]})"
         )
+    if plan.problem.invariant:
+        lines += words_of_numerics(plan)
     if plan.scheduler:
         lines.append(f"scheduler {plan.scheduler}")
     if plan.short_q:
@@ -386,6 +393,18 @@ def rejected_together(plan: Plan) -> dict[tuple[str, tuple[str, ...]], list[str]
     for r in plan.rejected:
         together.setdefault((r.direction, r.reasons), []).append(r.label)
     return together
+
+
+def words_of_numerics(plan: Plan) -> list[str]:
+    """The numbers that decide a row's bits, and where other bits may come."""
+    config = plan.forward_config
+    assert isinstance(config, PortablePartsConfig)
+    return [
+        f"numerics  invariant: tiles of {config.block_n} keys and parts of {config.part_keys} keys,"
+        " in the order of positions",
+        "numerics  the same bits on one architecture, by one version and one compiler or pack,"
+        " where stored keys and values are finite",
+    ]
 
 
 def words_of_sequences(plan: Plan) -> str:

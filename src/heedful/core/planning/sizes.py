@@ -13,7 +13,12 @@ from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.device import DeviceSpec
 from heedful.core.base.symbols import if_above, larger, smaller
 from heedful.core.call.problem import ITEM_BITS, AttentionProblem
-from heedful.core.planning.splits import asked_splits, choose_backward_splits, choose_splits
+from heedful.core.planning.splits import (
+    asked_splits,
+    choose_backward_splits,
+    choose_splits,
+    programs_of_parts,
+)
 from heedful.core.registry.tiles import (
     CONSUMER_ROWS,
     V_T_CHUNK,
@@ -22,6 +27,7 @@ from heedful.core.registry.tiles import (
     HopperConfig,
     HopperForwardConfig,
     HopperFp8Config,
+    PortablePartsConfig,
     SharedKeysConfig,
     TileConfig,
     pow2,
@@ -132,6 +138,9 @@ def best_splits(config: TileConfig, problem: AttentionProblem, device: DeviceSpe
     if isinstance(config, HopperForwardConfig) and config.key_splits:
         return config.key_splits
     rows = config.group_rows(problem)
+    if isinstance(config, PortablePartsConfig):
+        tiles = problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, config.block_m)
+        return programs_of_parts(tiles, ceil_div(problem.seqlen_k, config.part_keys), device.units)
     return choose_splits(problem, device, config.block_m, config.block_n, rows)
 
 
@@ -290,7 +299,10 @@ def _portable_forward(plan: "Plan", problem: AttentionProblem, splits: int):
         tiles = larger(1, tiles)
     grid = (tiles * problem.batch * problem.heads_q, splits, 1)
     numbers = {"tiles": tiles, "l2_heads": heads_in_l2(problem, plan.device)}
-    return {"portable.forward": LaunchSizes(grid, numbers)}, ()
+    launches = {"portable.forward": LaunchSizes(grid, numbers)}
+    if problem.invariant and plan.is_split:
+        launches["portable.merge_parts"] = LaunchSizes((grid[0], 1, 1), numbers)
+    return launches, ()
 
 
 # Columns of partial results: at least four values for each of 16 words.

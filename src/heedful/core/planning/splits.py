@@ -138,6 +138,14 @@ def choose_splits(
     return _best(*grid_of(problem, rows, block_n, pack), device.units)
 
 
+@opaque
+def programs_of_parts(tiles: int, parts: int, units: int) -> int:
+    """How many programs share the parts of a tile's keys, where parts end at fixed positions: one
+    for each part, or one for all of them if there are as many tiles as SMs. No bit depends on it.
+    """
+    return parts if 0 < tiles < units and 1 < parts <= LARGEST_AXIS else 1
+
+
 def candidates(programs: int, tiles: int, units: int) -> list[int]:
     """Counts of splits worth comparing. With several counts the largest split has as many tiles.
     The least of these counts is taken, since all its splits have work."""

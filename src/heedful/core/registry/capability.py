@@ -78,7 +78,8 @@ class Variant:
     that it launches, in the table of core/registry/configs.py. program: the module whose `forward`
     and `backward` make its Program; "" launches no kernels. module: the module whose `forward` and
     `backward` run on the host. framework: the one whose calls it takes, "" for any; a plan does not
-    mention variants of other frameworks.
+    mention variants of other frameworks. varies: of a forward, what the bits of a row depend on
+    that numerics="invariant" does not allow; "" if nothing.
     """
 
     backend: str
@@ -104,6 +105,7 @@ class Variant:
     framework: str = ""
     alias: str = ""
     unrun: frozenset[str] = frozenset()
+    varies: str = ""
 
     @property
     def label(self) -> str:
@@ -149,6 +151,8 @@ class Variant:
                 reasons.append(f"{name} {dim}: takes multiples of {self.dim_multiple}")
         lacking = problem.features() - self.features - _KINDS
         reasons += [f"does not take {FEATURES[name]}" for name in FEATURES if name in lacking]
+        if problem.invariant and self.varies:
+            reasons.append(f"numerics='invariant': {self.varies}")
         for gate in self.gates:
             reason = gate(problem, device)
             if reason:
@@ -188,6 +192,11 @@ class Variant:
 _KINDS = frozenset({"fp8", "quantized_kv"})
 
 _EVERY_FEATURE = frozenset(FEATURES)
+# Why a row's bits do not follow from its own keys and their positions alone.
+_VARIES_BY_SHARES = "programs share the keys of a batch, whose lengths decide where parts end"
+_VARIES_BY_TILES = "lengths and masks decide on tiles and their order, other rows on references"
+_VARIES_BY_KERNEL = "lengths decide which of two kernels takes a sequence"
+_VARIES_BY_SIZES = "sizes of the call decide how many keys are processed at once"
 _QUANTIZED = ("int8", "int4", *FP8)
 # Stored keys and values that the Hopper forward converts.
 _E4M3 = ("float8_e4m3fn",)
@@ -200,8 +209,11 @@ def _on_cpus(
     common: dict[str, Any] = {"max_dim": MAX_HEAD_DIM, "least": ((framework, least),)}
     common |= {"module": module, "framework": framework}
     here, dtypes, stored = {"cpu": "run"}, (*FLOATS, *FP8), (*_QUANTIZED, LATENT_ROWS)
+    varies = _VARIES_BY_SIZES
     return (
-        Variant(backend, "forward", "", here, dtypes, _EVERY_FEATURE, stored, **common),
+        Variant(
+            backend, "forward", "", here, dtypes, _EVERY_FEATURE, stored, varies=varies, **common
+        ),
         Variant(backend, "backward", "", here, FLOATS, _EVERY_FEATURE, **common),
     )
 
@@ -284,6 +296,7 @@ def _mixed(
         "mixed",
         *("hopper.forward", kernel),
         short_queries=short_queries,
+        varies=_VARIES_BY_KERNEL,
         gates=(*_HOPPER_GATES, gates.scales_of_heads, mixed.sequences_of_both_kinds),
         preferences=(preference,),
         **facts,
@@ -302,6 +315,7 @@ def _latent(name: str, few_rows: Gate, *more: Gate, **facts: Any) -> Variant:
         max_dim=gates.LATENT_KEY_DIM,
         gates=(gates.values_in_keys, *_CACHE_GATES, few_rows, *more),
         alias=name,
+        varies=_VARIES_BY_SHARES,
         **facts,
     )
 
@@ -357,6 +371,7 @@ VARIANTS: tuple[Variant, ...] = (
             preferences.packed_keys,
         ),
         alias="hopper_decode",
+        varies=_VARIES_BY_SHARES,
     ),
     Variant(
         "decode",
@@ -385,6 +400,7 @@ VARIANTS: tuple[Variant, ...] = (
         ),
         configs=("decode.forward",),
         program="heedful.launch.bind.decode",
+        varies=_VARIES_BY_SHARES,
     ),
     _mixed(
         "hopper",
@@ -404,6 +420,7 @@ VARIANTS: tuple[Variant, ...] = (
         "hopper.forward",
         triton=(3, 6),
         gates=(*_HOPPER_GATES, gates.lists_of_the_hopper_forward),
+        varies=_VARIES_BY_TILES,
     ),
     _on_hopper(
         "hopper",
@@ -416,6 +433,7 @@ VARIANTS: tuple[Variant, ...] = (
         converts=True,
         dim_multiple=16,
         gates=(*_HOPPER_GATES, gates.scales_of_heads),
+        varies=_VARIES_BY_TILES,
     ),
     _on_hopper(
         "hopper",
@@ -428,6 +446,7 @@ VARIANTS: tuple[Variant, ...] = (
         # 16 bytes: TMA requires strides that are multiples of these.
         dim_multiple=16,
         gates=(gates.some_tokens, gates.float_out),
+        varies=_VARIES_BY_TILES,
     ),
     Variant(
         "cdna",
@@ -454,6 +473,7 @@ VARIANTS: tuple[Variant, ...] = (
         ),
         configs=("cdna.forward",),
         program="heedful.launch.bind.cdna",
+        varies=_VARIES_BY_TILES,
     ),
     Variant(
         "portable",
@@ -466,6 +486,7 @@ VARIANTS: tuple[Variant, ...] = (
         max_dim=MAX_HEAD_DIM,
         least=(("triton", (3, 6)),),
         gates=(
+            gates.parts_by_position,
             gates.whole_probs,
             gates.blocks_without_scores,
             gates.scales_of_groups,
@@ -501,6 +522,7 @@ VARIANTS: tuple[Variant, ...] = (
         FLOATS,
         _OF_SDPA | {"gqa", "seqused", "uneven_rows"},
         gates=(gates.sdpa_mask, gates.sdpa_lengths, gates.sdpa_log_sum_exp, gates.out_as_in),
+        varies=_VARIES_BY_SIZES,
         **_SDPA,
     ),
     Variant(

@@ -14,6 +14,15 @@ def float32(problem: AttentionProblem) -> bool:
     return problem.dtype == "float32"
 
 
+def invariant(problem: AttentionProblem) -> bool:
+    """The same tiles for every way of a call."""
+    return problem.invariant
+
+
+def invariant_float32(problem: AttentionProblem) -> bool:
+    return problem.invariant and float32(problem)
+
+
 def register_pressure(problem: AttentionProblem) -> int:
     """How many features hold a register or an address per score; loads of single elements count
     twice, since none of them can be copied asynchronously."""

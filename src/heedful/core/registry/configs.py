@@ -49,6 +49,7 @@ _H200_23 = "H200, 2026-11-23, Triton 3.9: fastest of those tried"
 _FITS = "fits shared memory and registers when compiled; not timed"
 _WIDER = "sm_80 and sm_90, Triton 3.9: compiles without spills in those tried; not timed"
 _AMD = "compiled for gfx942 and gfx950: no spills, LDS within 64 KiB; not timed"
+_NOT_TIMED = "one tile for every way of a call; not timed"
 _SMALL = "small enough for 64 KiB of shared memory; not timed"
 _NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
 _WARP_PRODUCTS = ("sm_80", "sm_86", "sm_89", "sm_120")  # with few rows all products are a warp's
@@ -114,6 +115,18 @@ _PORTABLE_WIDE = (
     (("sm_90", *_NVIDIA), where.wider_keys, _WIDER, (32, 16, 8, 1)),
     (_CDNA, where.wider_keys, _AMD, (32, 16, 4, 1)),
     (("*",), where.wider_keys, _SMALL, (16, 16, 4, 1)),
+)
+
+# The same with numerics="invariant": one tile for each head dim up to these, whatever the options.
+_INVARIANT_DIMS = (64, 128, 256, 576)
+_INVARIANT = (
+    (("*",), where.invariant_float32, (32, 32, 8, 1), *[(16, 16, 8, 1)] * 3),
+    (
+        ("sm_80", "sm_90", "sm_100"),
+        where.invariant,
+        *((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 2), (32, 16, 8, 1)),
+    ),
+    (("*",), where.invariant, *[(64, 32, 4, 1)] * 2, *[(16, 16, 4, 1)] * 2),
 )
 
 _H200_GLUON = "H200, 2026-11-20, Triton 3.9: fastest of those tried"
@@ -485,6 +498,18 @@ ROWS: list[ConfigRow] = [
             ((where.several_tiles_of_rows,), _MLA_TILES),
             ((), {}),
         )
+    ),
+    *(
+        ConfigRow(
+            "portable.forward",
+            archs,
+            max_dim,
+            tiles.PortablePartsConfig(*tile, part_keys=tiles.PART_KEYS),
+            _NOT_TIMED,
+            when,
+        )
+        for archs, when, *by_dim in _INVARIANT
+        for max_dim, tile in zip(_INVARIANT_DIMS, by_dim, strict=True)
     ),
     *(
         ConfigRow("portable.forward", archs, 576, tiles.PortableConfig(*tile), measured, when)

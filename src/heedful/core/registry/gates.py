@@ -21,6 +21,20 @@ FLOATS = ("bfloat16", "float16", "float32")
 FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")
 
 
+def parts_by_position(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """With numerics="invariant" keys are processed in the order of their positions, and parts of
+    them end at fixed ones."""
+    if not problem.invariant:
+        return None
+    beside = {
+        "a block mask, whose lists have another order than positions": problem.block_mask,
+        "dropout, which draws by the place in the batch": problem.dropout_p,
+        f"num_splits {problem.num_splits}: parts end at fixed positions": problem.num_splits > 1,
+    }
+    words = "; ".join(name for name, is_there in beside.items() if is_there)
+    return f"numerics='invariant' with {words}" if words else None
+
+
 def whole_probs(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     if problem.return_probs and problem.num_splits > 1:
         return "returned probabilities of a split of the keys"

@@ -57,6 +57,19 @@ class PortableConfig(TileConfig):
         return replace(self, block_m=min(self.block_m, most), block_n=min(self.block_n, most))
 
 
+# Keys of a part where bits do not depend on how a call is made. A sequence's parts begin at
+# multiples of it, whatever kernel processes them.
+PART_KEYS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PortablePartsConfig(PortableConfig):
+    """A tile of the portable forward with numerics="invariant". part_keys: after so many keys a
+    part ends; parts are merged one after the other."""
+
+    part_keys: int = 0
+
+
 # Query rows of a KV head in a decode's tile, and of most of its calls.
 DECODE_ROWS = 64
 WIDE_DIM = 256  # head dim above which the decode kernel has wide heads

@@ -8,6 +8,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from heedful.core.call.arguments import WHOLE, Options, one_sink
+from heedful.core.call.numerics import with_numerics
 from heedful.core.call.operands import Operands
 from heedful.jax.traced.call import attend
 from heedful.masks.block_mask import BlockMask, block_operands
@@ -45,6 +46,7 @@ def flash_attn_func(
     dropout_seed: ArrayLike | None = None,
     dropout_origin: Sequence[int] | Array = WHOLE,
     backend: str | None = None,
+    numerics: str | None = None,
 ) -> Any:
     """softmax(q k^T * softmax_scale) v, without ever storing the scores.
 
@@ -96,6 +98,9 @@ def flash_attn_func(
             mask that the whole problem would draw from this seed. It may be traced (uint32 (4,), or
             a tuple of numbers), as jax.lax.axis_index makes it.
         backend: the backend to run on; it raises if that cannot. By default the planner chooses.
+        numerics: "fast", or "invariant": no bit of a row's out and lse depends on anything but its
+            query, the keys and values that it sees, their positions and the options; by default
+            HEEDFUL_NUMERICS, else "fast". docs/bits.md has the fine print.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype (bfloat16 for fp8). With
@@ -120,7 +125,7 @@ def flash_attn_func(
         return_attn_probs=return_attn_probs,
         return_lse=return_lse,
         num_splits=num_splits,
-        backend=backend,
+        backend=with_numerics(backend, numerics),
         dropout_origin=dropout_origin,
     )
     x = Operands(
@@ -176,6 +181,7 @@ def flash_attn_varlen_func(
     dropout_seed: ArrayLike | None = None,
     dropout_origin: Sequence[int] | Array = WHOLE,
     backend: str | None = None,
+    numerics: str | None = None,
 ) -> Any:
     """Attention over sequences of different lengths, packed one after the other.
 
@@ -224,7 +230,7 @@ def flash_attn_varlen_func(
         return_attn_probs=return_attn_probs,
         return_lse=return_lse,
         num_splits=num_splits,
-        backend=backend,
+        backend=with_numerics(backend, numerics),
         dropout_origin=dropout_origin,
     )
     x = Operands(

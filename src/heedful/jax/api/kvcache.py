@@ -17,6 +17,7 @@ from heedful.core.call.describe_cache import (
     check_rotated_length,
     last_rotated_length,
 )
+from heedful.core.call.numerics import with_numerics
 from heedful.core.call.operands import Operands
 from heedful.core.call.problem import AttentionProblem
 from heedful.jax.api.merge import merged
@@ -65,6 +66,7 @@ def flash_attn_with_kvcache(
     block_mask: BlockMask | None = None,
     shared_prefix: tuple[Array, Array] | None = None,
     backend: str | None = None,
+    numerics: str | None = None,
 ) -> Any:
     """Attention of the newest tokens over a cache of keys and values, for inference: no gradient
     flows through it. k and v, if passed, are first written into the caches, and the caches are
@@ -135,7 +137,7 @@ def flash_attn_with_kvcache(
             softcap=softcap,
             return_lse=return_softmax_lse,
             num_splits=num_splits,
-            backend=backend,
+            backend=with_numerics(backend, numerics),
             dropout_origin=WHOLE,
         )
     )

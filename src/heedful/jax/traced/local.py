@@ -6,6 +6,7 @@ from jax import Array
 from jax import numpy as jnp
 
 from heedful.core.base import settings
+from heedful.core.call.numerics import backend_of
 from heedful.core.call.operands import Gradients, Operands
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.log import decision
@@ -18,7 +19,7 @@ def planned(platform: str, problem: AttentionProblem, backend: str | None) -> Pl
     """The plan of a problem on the devices of a platform. Raises ValueError with every reason where
     no kernel, or not the named one, can run it."""
     spec = device.device_spec(platform)
-    named = backend or settings.get("backend")
+    named = backend_of(backend) or settings.get("backend")
     chosen = plan(problem, spec, device.toolchain(spec), named)
     decision(chosen)
     return chosen

@@ -116,6 +116,18 @@ class CombineIO(NamedTuple):
     rest: Out[Ptr]
 
 
+class MergePartsIO(NamedTuple):
+    """Parts of the keys, float32, with a leading part, as `ForwardIO` has them. out, lse, rest: as
+    there, of all parts; rest may be None."""
+
+    partial_out: In[SplitRows]
+    partial_lse: In[SplitRowVector]
+    partial_rest: In[Ptr]
+    out: Out[SplitRows]
+    lse: Out[SplitRowVector]
+    rest: Out[Ptr]
+
+
 class ClearOutsideIO(NamedTuple):
     """Tokens of sequences keep their values."""
 

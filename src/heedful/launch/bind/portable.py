@@ -16,6 +16,7 @@ from heedful.core.registry.tiles import (
     CLEAR_UNUSED,
     CLEARING_PROGRAMS,
     SINK_GRADIENTS,
+    PortablePartsConfig,
     RowsConfig,
     TileConfig,
     combine_rows,
@@ -64,7 +65,7 @@ def tile(problem: AttentionProblem, block_m: int, block_n: int, divisor: int) ->
     """The group of block sizes. BLOCK_R: columns of a second product, since one of 576 columns
     would fill little more than half of 1024. PRECISION: float32 products are IEEE; for narrower
     inputs it does not matter."""
-    least = 16 if divisor > 1 else _UNALIGNED_WIDTH
+    least = 16 if divisor > 1 and not problem.invariant else _UNALIGNED_WIDTH
     rest = problem.head_dim - MAX_HEAD_DIM_V
     return Tile(
         HEAD_DIM=problem.head_dim,
@@ -106,8 +107,11 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """The launches that compute out, and lse and probs if there are such buffers."""
     sizes = plan.sizes()
     buffers = with_scratch(buffers, sizes)
-    calls = [_forward_call(problem, plan, sizes, buffers)]
-    if plan.is_split:
+    if problem.invariant:
+        calls = _calls_in_parts(problem, plan, sizes, buffers)
+    else:
+        calls = [_forward_call(problem, plan, sizes, buffers)]
+    if plan.is_split and not problem.invariant:
         # The first split has the sink: a merge would give it to rows that are not in use, too.
         calls.append(combine_call(buffers, has_sink=False))
     if problem.varlen_q and not problem.batch:
@@ -136,6 +140,39 @@ def _forward_call(
         io=forward_io(buffers, divisor, plan.is_split),
         params=params(problem, blocks, buffers, order, has_sink=True, is_cached=True),
     )
+
+
+def _calls_in_parts(
+    problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers
+) -> list[KernelCall]:
+    """The launches of a forward with numerics="invariant"."""
+    config = plan.configs["portable.forward"]
+    assert isinstance(config, PortablePartsConfig)
+    out = "partial_out" if plan.is_split else "out"
+    divisor = shared_divisor(buffers, ("q", "k", "v", out))
+    blocks = tile(problem, config.block_m, config.block_n, divisor)
+    common: dict[str, Any] = {"PART_TILES": config.part_keys // config.block_n}
+
+    def call(kernel: str, name: str, io: Any, **more: Any) -> KernelCall:
+        launch = sizes.launches[name]
+        order = _order(launch.numbers, sizes.num_splits)
+        whole = params(problem, blocks, buffers, order, has_sink=True, is_cached=True)
+        return kernel_call(
+            f"forward.parts.{kernel}", launch.grid, config, io=io, params=whole, **common, **more
+        )
+
+    io = forward_io(buffers, divisor, plan.is_split)
+    calls = [call("attention_in_parts", "portable.forward", io, IS_SPLIT=plan.is_split)]
+    if plan.is_split:
+        io = groups.arrays(
+            args.MergePartsIO,
+            buffers,
+            shared_divisor(buffers, ("partial_out", "out")),
+            partial_out=groups.split_rows(buffers, "partial_out", divisor, True),
+            partial_lse=groups.split_row_vector(buffers, "partial_lse", True),
+        )
+        calls.append(call("merge_parts", "portable.merge_parts", io))
+    return calls
 
 
 def forward_io(buffers: Buffers, divisor: int, is_split: bool) -> ForwardIO:

@@ -13,6 +13,7 @@ from heedful.core.call.arguments import (
     new_options,
     one_sink,
 )
+from heedful.core.call.numerics import with_numerics
 from heedful.core.call.operands import Operands
 from heedful.masks.block_mask import BlockMask, block_operands
 from heedful.torch.base.dispatch import needs_dispatcher
@@ -53,6 +54,7 @@ def flash_attn_func(
     dropout_origin: Sequence[int] | Tensor = WHOLE,
     out: Tensor | None = None,
     backend: str | None = None,
+    numerics: str | None = None,
 ) -> Any:
     """softmax(q k^T * softmax_scale) v, without ever storing the scores.
 
@@ -106,6 +108,9 @@ def flash_attn_func(
         out: (batch, seqlen_q, heads_q, head_dim_v) to write into, if no gradient is wanted: as q,
             or float32 for parts of the keys.
         backend: the backend to run on; it raises if that cannot. By default the planner chooses.
+        numerics: "fast", or "invariant": no bit of a row's out and lse depends on anything but its
+            query, the keys and values that it sees, their positions and the options; by default
+            HEEDFUL_NUMERICS, else "fast". docs/bits.md has the fine print.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype (bfloat16 for fp8, unless `out`
@@ -126,6 +131,8 @@ def flash_attn_func(
         window_size = plain_window(window_size)
     if dispatched or dropout_origin is not WHOLE:
         dropout_origin = plain_origin(dropout_origin)
+    if numerics is not None:
+        backend = with_numerics(backend, numerics)
     if deterministic is False and are_deterministic_algorithms_enabled():
         deterministic = True
     options = (Options if dispatched else new_options)(
@@ -209,6 +216,7 @@ def flash_attn_varlen_func(
     dropout_origin: Sequence[int] | Tensor = WHOLE,
     out: Tensor | None = None,
     backend: str | None = None,
+    numerics: str | None = None,
 ) -> Any:
     """Attention over sequences of different lengths, packed one after the other.
 
@@ -253,6 +261,8 @@ def flash_attn_varlen_func(
         window_size = plain_window(window_size)
     if dispatched or dropout_origin is not WHOLE:
         dropout_origin = plain_origin(dropout_origin)
+    if numerics is not None:
+        backend = with_numerics(backend, numerics)
     if deterministic is False and are_deterministic_algorithms_enabled():
         deterministic = True
     if max_seqlen_q.__class__ is not int or max_seqlen_k.__class__ is not int:

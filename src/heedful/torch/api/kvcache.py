@@ -22,6 +22,7 @@ from heedful.core.call.arguments import (
     one_sink,
 )
 from heedful.core.call.describe_cache import attention_part, check_cache, last_rotated_length
+from heedful.core.call.numerics import with_numerics
 from heedful.core.call.operands import Operands
 from heedful.masks.block_mask import BlockMask, block_operands
 from heedful.torch.api.prefix import Prefix, keeps_rest, prefixed
@@ -94,6 +95,7 @@ def flash_attn_with_kvcache(
     shared_prefix: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
+    numerics: str | None = None,
 ) -> Any:
     """Attention of the newest tokens over a cache of keys and values, for inference: no gradient is
     recorded. k and v, if passed, are first written into the cache, in place.
@@ -159,18 +161,12 @@ def flash_attn_with_kvcache(
     dispatched = needs_dispatcher(q, k_cache, v_cache)
     if dispatched or window_size is not UNBOUNDED:
         window_size = plain_window(window_size)
+    if numerics is not None:
+        backend = with_numerics(backend, numerics)
     if not dispatched and any_autocast() and is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k_cache, k, v)
-    values = (
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        rotary_interleaved,
-        num_splits,
-        return_softmax_lse,
-        backend,
-    )
+    scores = softmax_scale, causal, window_size, softcap
+    values = (*scores, rotary_interleaved, num_splits, return_softmax_lse, backend)
     tensors = (
         q,
         k_cache,

@@ -13,6 +13,7 @@ import torch
 from heedful.core.base import settings
 from heedful.core.base.arrays import ArraySpec, dense_strides, item_bytes, ordered_strides
 from heedful.core.base.symbols import value_of
+from heedful.core.call.numerics import backend_of
 from heedful.core.call.operands import Gradients, Operands, own_shape
 from heedful.core.call.problem import AttentionProblem, Lengths
 from heedful.core.call.storage import are_mappable, storage
@@ -84,7 +85,7 @@ def planned(
 ) -> Plan:
     """The plan of a problem on a device. Raises as `prepare`."""
     check_device(device)
-    named = backend or settings.get("backend")
+    named = backend_of(backend) or settings.get("backend")
     return plan(problem, device_spec(device), toolchain(device), named, notes)
 
 

@@ -49,6 +49,8 @@ PROBLEMS = [
     dense(2, 512, 512, 16, bias=True, bias_grad=True, needs_grad=True, deterministic=True),
     dense(1, 64, 64, 8, num_splits=4),
     dense(1, 512, 512, 8, aligned=False),
+    dense(1, 512, 512, 8, invariant=True, needs_grad=True),
+    dense(2, 1, 40000, 8, invariant=True, used_k=True),
 ]
 
 
@@ -57,6 +59,8 @@ DIMS = (1, 64, 65, 128, 129, 192, 193, 256, 257, 512, 513, 576)
 GRID: dict = {"batch": 1, "seqlen_q": 1024, "seqlen_k": 1024, "heads_q": 8}
 CONDITIONS: dict[str, dict] = {
     "plain": {},
+    "invariant": {"invariant": True},
+    "invariant float32": {"invariant": True, "dtype": "float32"},
     "narrow values": {"head_dim_v": 64},
     "values of 128": {"head_dim_v": 128},
     "values of 129": {"head_dim_v": 129},

@@ -75,8 +75,15 @@ def store_results(m_M, l_M, acc_ME, factor, split, rows_M, row0, place, io: Forw
         if not params.mods.IS_ADJUSTED:
             m_M *= LN2
         lse_M = m_M + tl.log2(l_M) * LN2
+        rest_M = None
     else:
         lse_M, rest_M = log_sum_exp(m_M, l_M, not params.mods.IS_ADJUSTED)
+    store_finished(acc_ME, lse_M, rest_M, split, rows_M, row0, place, io, params)
+
+
+@triton.jit
+def store_finished(acc_ME, lse_M, rest_M, split, rows_M, row0, place, io, params):
+    """Stores results of rows as `store_results` says. io: has out, lse and rest."""
     used_M = rows_M < place.seq.len_q
     acc_ME = tl.where(used_M[:, None], acc_ME, 0.0)
     lse_M = tl.where(used_M, lse_M, float("-inf"))

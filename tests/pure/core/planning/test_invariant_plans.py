@@ -1,0 +1,199 @@
+"""With numerics="invariant" all that decides a row's bits is one for each head dim, whichever way a
+call goes, however many SMs there are; and each kernel that takes no such call says why."""
+
+import random
+from typing import Any
+
+import pytest
+
+from heedful.core.base import settings
+from heedful.core.base.arrays import ArraySpec
+from heedful.core.base.device import KNOWN, by_name
+from heedful.core.call.arguments import AttentionCall, Options
+from heedful.core.call.describe import check
+from heedful.core.call.mask import MaskSpec
+from heedful.core.call.numerics import backend_of, is_invariant, with_numerics
+from heedful.core.call.operands import Operands
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import explain, plan
+from heedful.core.registry import capability
+from heedful.core.registry.by_hand import Overrides
+from heedful.core.registry.tiles import PART_KEYS
+from heedful.launch.program import buffers
+from heedful.launch.program.programs import program
+
+HEAD_DIMS = ((40, 40), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512))
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 30.0},
+    "sink": {"sink": True},
+    "bias": {"bias": True},
+    "ranges": {"key_ranges": 2},
+    "tree": {"tree_mask": True},
+    "float16": {"dtype": "float16"},
+    "float32": {"dtype": "float32"},
+    "e4m3": {"kv_dtype": "float8_e4m3fn"},
+}
+# Constants of kernels that decide bits.
+DECIDING = {"BLOCK_M", "BLOCK_N", "BLOCK_D", "BLOCK_E", "BLOCK_R", "PRECISION", "PART_TILES"}
+DECIDING |= {"IS_ADJUSTED", "HEAD_DIM", "HEAD_DIM_V", "KV_GROUP"}
+SHARED = {"BLOCK_M", "BLOCK_E", "PART_TILES"}
+
+
+def drawn(rng: random.Random, dims: tuple[int, int], option: dict[str, Any]):
+    """A way of a call: its problem, the arrays' addresses, the device and the backend."""
+    entry = rng.choice(("dense", "packed", "cache", "pages", "packed over pages"))
+    batch = rng.choice((1, 3, 64))
+    seqlen_q = rng.choice((1, 5, 64, 200, 5000))
+    seqlen_k = rng.choice((1, 100, 127, 4096, 4097, 40000))
+    facts: dict[str, Any] = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    facts |= {"head_dim": dims[0], "head_dim_v": dims[1], "invariant": True}
+    facts |= {"heads_q": rng.choice((2, 8)), "heads_k": rng.choice((1, 2)), "dtype": "bfloat16"}
+    if "pages" in entry:
+        facts |= {"page_size": rng.choice((1, 7, 16, 64, 256)), "used_k": True}
+    if "packed" in entry:
+        facts["total_q"] = rng.choice((1, 100, 9000))
+    if entry == "packed":
+        facts["total_k"] = rng.choice((1, 100, 9000))
+    if entry == "cache":
+        facts |= {"used_k": True, "kv_batch_idx": rng.random() < 0.5}
+        facts["leftpad_k"] = rng.random() < 0.5
+    facts |= {name: rng.random() < 0.5 for name in ("return_lse", "used_q", "even_rows")}
+    facts |= {"num_splits": rng.choice((0, 1)), "near_rows": rng.random() < 0.5}
+    facts["mask"] = rng.choice((MaskSpec(), MaskSpec.of(True), MaskSpec.of(True, (100, 0))))
+    facts |= option
+    if facts.get("tree_mask") or facts.get("bias"):
+        facts |= {"total_q": None, "total_k": None}
+    aligned = facts["aligned"] = rng.random() < 0.6
+    problem = AttentionProblem.dense(**facts)
+    arrays = dict(buffers.forward(problem))
+    if not aligned:
+        arrays["q"] = _unaligned(arrays["q"])
+    device = by_name("H200").live(units=rng.choice((1, 16, 66, 132, 160)))
+    return problem, arrays, device
+
+
+def _unaligned(spec: ArraySpec) -> ArraySpec:
+    wider = ArraySpec.contiguous((*spec.shape[:-1], spec.shape[-1] + 1), spec.dtype)
+    return ArraySpec(spec.shape, wider.strides, spec.dtype)
+
+
+def deciding(problem, arrays, device) -> dict[str, tuple]:
+    """By kernel, all that decides bits."""
+    chosen = plan(problem, device)
+    found = {}
+    for call in program(chosen, "forward", arrays).calls:
+        if call.kernel.function in ("attention_in_parts", "merge_parts"):
+            constants = [(name.rpartition(".")[2], value) for name, value in call.constants.items()]
+            kept = {name: value for name, value in constants if name in DECIDING}
+            found[call.kernel.function] = (tuple(sorted(kept.items())), tuple(call.options.items()))
+    config = chosen.configs["portable.forward"]
+    words = chosen.backend, config.block_m, config.block_n, config.num_warps, config.words()
+    return {"plan": words, **found}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_all_that_decides_bits_is_one_for_each_head_dim(dims, option):
+    if option in ("float32", "e4m3") and dims[0] > 512:
+        pytest.skip("no kernel takes these")
+    rng, found = random.Random(f"{dims} {option}"), {}
+    for _ in range(40):
+        problem, arrays, device = drawn(rng, dims, OPTIONS[option])
+        for kernel, decides in deciding(problem, arrays, device).items():
+            assert found.setdefault(kernel, decides) == decides, (problem.key(), device.units)
+    assert set(found) == {"plan", "attention_in_parts", "merge_parts"}
+    tiles, parts = (dict(found[name][0]) for name in ("attention_in_parts", "merge_parts"))
+    assert tiles["PART_TILES"] * tiles["BLOCK_N"] == PART_KEYS
+    assert {name: tiles[name] for name in SHARED} == {name: parts[name] for name in SHARED}
+    assert found["attention_in_parts"][1] == found["merge_parts"][1]
+
+
+def test_fast_calls_differ_in_what_decides_bits():
+    """So that the test above looks at what it should."""
+    found = set()
+    for rows in (1, 64, 5000):
+        chosen = plan(AttentionProblem.dense(4, rows, 4096, 8), by_name("H200"))
+        found |= {(name, c.block_n, c.words()) for name, c in chosen.configs.items()}
+    assert len(found) > 1
+
+
+PLAIN: dict[str, Any] = {"batch": 2, "seqlen_q": 64, "seqlen_k": 512, "heads_q": 8, "heads_k": 8}
+
+
+@pytest.mark.parametrize("device", KNOWN)
+def test_each_kernel_takes_such_calls_or_says_why_not(device):
+    problem = AttentionProblem.dense(**PLAIN, invariant=True)
+    for row in capability.VARIANTS:
+        if row.direction == "forward" and row.level(KNOWN[device]) is not None:
+            reasons = row.why_not(problem, KNOWN[device])
+            told = [reason for reason in reasons if reason.startswith("numerics='invariant': ")]
+            assert row.varies == told[0].split(": ", 1)[1] if row.varies else not told
+            assert row.varies or row.backend == "portable"
+
+
+@pytest.mark.parametrize(
+    "facts, words",
+    [
+        ({"num_splits": 3}, "num_splits 3"),
+        ({"dropout_p": 0.5}, "dropout"),
+        ({"block_mask": 128}, "a block mask"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_invariant_is_refused_with_its_reason(facts, words):
+    problem = AttentionProblem.dense(**PLAIN, **facts, invariant=True)
+    with pytest.raises(ValueError, match=f"numerics='invariant' with {words}"):
+        plan(problem, by_name("H200"))
+
+
+def test_no_cpu_takes_an_invariant_call():
+    problem = AttentionProblem.dense(**PLAIN, invariant=True)
+    with pytest.raises(ValueError, match="numerics='invariant': sizes of the call decide"):
+        plan(problem, by_name("CPU"))
+
+
+def test_explain_has_the_fine_print():
+    problem = AttentionProblem.dense(**PLAIN, invariant=True)
+    words = explain(plan(problem, by_name("H200")))
+    assert f"parts of {PART_KEYS} keys" in words
+    for said in ("one architecture", "one version", "compiler or pack", "finite"):
+        assert said in words
+    fast = explain(plan(AttentionProblem.dense(**PLAIN), by_name("H200")))
+    assert "numerics" not in fast.replace("numerics='invariant'", "")
+
+
+def test_numerics_travel_beside_the_name_of_a_backend():
+    assert with_numerics("portable", None) == "portable"
+    assert with_numerics(None, None) is None
+    for backend in (None, "portable"):
+        for numerics in settings.NUMERICS:
+            option = with_numerics(backend, numerics)
+            assert backend_of(option) == backend
+            assert is_invariant(option) == (numerics == "invariant")
+    assert backend_of("portable") == "portable" and not is_invariant("portable")
+
+
+def test_wrong_numerics_are_named():
+    with pytest.raises(ValueError, match="numerics must be one of fast, invariant or None"):
+        with_numerics(None, "exact")
+    with pytest.raises(TypeError, match="numerics must be a str or None"):
+        with_numerics(None, 1)
+    with pytest.raises(TypeError, match="backend must be a str or None"):
+        with_numerics(1, "fast")
+    with pytest.raises(ValueError, match="numerics must be None beside portable"):
+        with_numerics(Overrides("portable"), "fast")
+
+
+def test_the_setting_holds_where_a_call_names_none(monkeypatch):
+    row = ArraySpec.contiguous((1, 8, 2, 16), "float16", "cpu")
+    monkeypatch.setenv("HEEDFUL_NUMERICS", "invariant")
+
+    def is_so(numerics) -> bool:
+        options = Options("dense", backend=with_numerics(None, numerics))
+        return check(AttentionCall(Operands(row, row, row), options)).invariant
+
+    assert is_so(None) and is_so("invariant") and not is_so("fast")
+    monkeypatch.setenv("HEEDFUL_NUMERICS", "exact")
+    with pytest.raises(ValueError, match="HEEDFUL_NUMERICS='exact': wanted one of fast, invariant"):
+        is_so(None)
