@@ -181,3 +181,15 @@ def test_a_new_length_compiles_nothing():
         programs = (program(chosen, direction) for direction in ("forward", "backward"))
         seen.add(tuple(call.specialization for made in programs for call in made.calls))
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_relative_bias_compiles_for_sm_90_without_spills(direction):
+    row = {name: values[0] for name, values in ARRAY.factors.items()}
+    row |= {"dims": (128, 128), "mask": "causal", "backward": direction == "backward"}
+    problem = replace(portable_problem(row), rel_bias=True)
+    chosen = plan(problem, by_name("sm_90"), backend="portable")
+    calls = program(chosen, direction).calls
+    names = [call.kernel.function for call in calls]
+    assert ("relative_gradients" in names) == (direction == "backward")
+    compile_within_limits("sm_90", list(zip(names, calls, strict=True)))

@@ -32,6 +32,8 @@ _ROLES = {
     "backward_pair": "gradients",
     "backward_epilogue": "finish query gradients",
     "bias_gradients": "bias gradients",
+    "diagonal_sums": "sums of diagonals",
+    "relative_gradients": "relative bias gradients",
     "sink_gradients": "sink gradients",
     "append_keys": "append",
     "append_and_rotate": "update",
@@ -42,6 +44,7 @@ _ROLES = {
 _OPERANDS = {
     "o": "out",
     "alibi": "alibi_slopes",
+    "relative": "rel_bias",
     "tree": "tree_mask",
     "table": "block_table",
     "batch_idx": "kv_batch_idx",

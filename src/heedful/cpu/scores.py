@@ -80,7 +80,8 @@ class Tiles:
         # The factor of queries before their products with keys.
         self.q_scale = problem.scale / problem.softcap if problem.softcap > 0 else problem.scale
         # Whether scores are plain products of queries and keys.
-        self.plain = problem.softcap == 0 and x.alibi_slopes is None and x.bias is None
+        mods = x.alibi_slopes, x.bias, x.rel_bias
+        self.plain = problem.softcap == 0 and all(mod is None for mod in mods)
         self.seed = int(x.seed.reshape(-1)[0]) if problem.dropout_p > 0 else 0
         self._hidden: dict[tuple, torch.Tensor] = {}
         # The block whose keys are held, which of them, and what is held of them by name.
@@ -259,10 +260,29 @@ class Tiles:
             slopes = block.split(x.alibi_slopes)[..., None, None]
             distance = self._distance(block, rows, cols).abs()
             self.by_head(block, s, rows).addcmul_(slopes, distance, value=-1.0)
+        if x.rel_bias is not None:
+            self.by_head(block, s, rows).add_(self._relative(block, rows, cols))
         if x.bias is not None:
             bias = block.split(x.bias)[..., rows.start : rows.stop, cols.start : cols.stop]
             self.by_head(block, s, rows).add_(bias)
         return s, tanh
+
+    def _relative(self, block: Block, rows: range, cols: range) -> torch.Tensor:
+        """The entries of rel_bias of a tile, (1, G, R, M, N): diagonals are windows of one row."""
+        heads = block.query_heads
+        of_heads = self.x.rel_bias[heads.start : heads.stop]
+        least, last = self.least_entry(block, rows, cols), of_heads.shape[1] - 1
+        count = len(rows) + len(cols) - 1
+        # From the greatest diagonal, that of the last query and the first key, to the least.
+        entry = torch.arange(least + count - 1, least - 1, -1, device="cpu").clamp_(0, last)
+        windows = of_heads[:, entry].to(self.scratch.dtype).unfold(-1, len(cols), 1)
+        return windows.flip(1).unflatten(0, (1, len(block.kv_heads), -1))
+
+    def least_entry(self, block: Block, rows: range, cols: range) -> int:
+        """The entry of rel_bias of a tile's first query and last key, of which there may be none:
+        each later query or earlier key has the next."""
+        off = self.problem.mask.offset(block.len_q, block.len_k)
+        return rows.start + off - (cols.stop - 1) + self.x.rel_bias.shape[1] // 2
 
     def is_folded(self, a, b) -> bool:
         """Whether a product a b^T may include the last columns of a and b, where b's is ones: this

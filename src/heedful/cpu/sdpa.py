@@ -84,7 +84,7 @@ def backward(
     q, k, v, out, dout = _dense_columns(q, k, v, out, dout)
     grads = _flash_backward(dout, q, k, v, out, lse, 0.0, problem.mask.causal, scale=problem.scale)
     dq, dk, dv = (grad.transpose(1, 2).contiguous() for grad in grads)
-    return Gradients(dq, dk, dv, None, None)
+    return Gradients(dq, dk, dv)
 
 
 def _single_queries(problem: AttentionProblem, x: Operands, out: torch.Tensor | None) -> Results:

@@ -41,8 +41,8 @@ def backward(
     out, lse: the forward's. dout: as out. dlse: as lse, or None for zeros.
 
     Returns dq, dk, dv in the dtypes of q, k and v; dbias in the bias's dtype, of size 1 where its
-    stride is 0 or its size 1, if problem.bias_grad; dsink, float32 (H,), if there is a sink. Key
-    tokens that several sequences share get the sum.
+    stride is 0 or its size 1, if problem.bias_grad; dsink, float32 (H,), if there is a sink;
+    drel_bias as rel_bias. Key tokens that several sequences share get the sum.
 
     Raises ValueError for inputs with descales, which have no gradient.
     """
@@ -60,7 +60,9 @@ def backward(
             bias_shape, dtype=torch.promote_types(x.q.dtype, torch.float32), device="cpu"
         )
     near = all_near(lse, far_lse(x.q.element_size()))
+    # By block, parts of gradients that are sums over sequences.
     sink_parts: dict[int, tuple[range, torch.Tensor]] = {}
+    relative_parts: dict[int, tuple[range, torch.Tensor]] = {}
 
     def work(tiles: Tiles, item: tuple[int, Block]) -> None:
         number, block = item
@@ -71,6 +73,8 @@ def backward(
         pass_.store_dq(dq)
         if x.sink is not None:
             sink_parts[number] = block.query_heads, pass_.dsink
+        if x.rel_bias is not None:
+            relative_parts[number] = block.query_heads, pass_.drel_bias
 
     # Blocks that add to the same bias or keys take turns, in order: the sum then always has the
     # same bits.
@@ -78,16 +82,23 @@ def backward(
     parallel = apart and worth_threads(problem)
     groups = [[item] for item in enumerate(blocks(problem, x, apart=False))]
     for_each(groups, work, lambda: Tiles(problem, x), parallel)
-    dsink = None
+    dsink = drel_bias = None
     if x.sink is not None:
-        dsink = torch.zeros(problem.heads_q, dtype=torch.float64, device="cpu")
-        for number in sorted(sink_parts):
-            heads, part = sink_parts[number]
-            dsink[heads.start : heads.stop] += part
-        dsink = dsink.float()
+        dsink = _summed(sink_parts, x.sink).float()
+    if x.rel_bias is not None:
+        drel_bias = _summed(relative_parts, x.rel_bias).to(x.rel_bias.dtype)
     if dbias is not None:
         dbias = dbias.to(x.bias.dtype)
-    return Gradients(dq, dk, dv, dbias, dsink)
+    return Gradients(dq, dk, dv, dbias, dsink, drel_bias)
+
+
+def _summed(parts: dict[int, tuple[range, torch.Tensor]], operand: torch.Tensor) -> torch.Tensor:
+    """The sum of parts of some heads each, in the order of blocks, in float64."""
+    total = torch.zeros(operand.shape, dtype=torch.float64, device="cpu")
+    for number in sorted(parts):
+        heads, part = parts[number]
+        total[heads.start : heads.stop] += part
+    return total
 
 
 def _parts(len_k: int) -> Iterator[range]:
@@ -114,6 +125,10 @@ class _BlockBackward:
         self.holds = size <= HELD
         self.held: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.dsink = torch.zeros(len(block.query_heads), dtype=torch.float64, device="cpu")
+        rel_bias, self.drel_bias = tiles.x.rel_bias, self.dsink
+        if rel_bias is not None:
+            shape = len(block.query_heads), rel_bias.shape[1]
+            self.drel_bias = torch.zeros(shape, dtype=torch.float64, device="cpu")
 
     def prepare(self, out, lse, dlse, near: bool = False) -> None:
         """delta = rowsum(dO * O) - dlse of every query tile, its references, the tiles themselves
@@ -232,6 +247,8 @@ class _BlockBackward:
             self._settle(index, part, tiles.by_head(block, p, part), tiles.by_head(block, ds, part))
         if self.dbias is not None:
             self._add_bias(part, cols, tiles.by_head(block, ds, part))
+        if tiles.x.rel_bias is not None:
+            self._add_relative(part, cols, tiles.by_head(block, ds, part))
         if tanh is not None:
             ds.mul_(tanh.square_().neg_().add_(1.0))
         ds_low = tiles.rounded(ds, "ds_low")
@@ -281,6 +298,20 @@ class _BlockBackward:
                 part = range(1)
             index.append(slice(part.start, part.stop))
         self.dbias[tuple(index)] += ds
+
+    def _add_relative(self, rows: range, cols: range, ds: torch.Tensor) -> None:
+        """Adds ds (B, G, R, M, N) along its diagonals to the gradient of rel_bias."""
+        of_heads = ds.sum(0).flatten(0, 1).flip(-1)
+        heads, m, n = of_heads.shape
+        # A row of n + m elements begins one further than the row before, in rows of one less.
+        padded = torch.nn.functional.pad(of_heads, (0, m)).view(heads, m * (n + m))
+        sums = padded[:, : m * (n + m - 1)].view(heads, m, n + m - 1).sum(1)
+        least, count = self.tiles.least_entry(self.block, rows, cols), self.drel_bias.shape[1]
+        begin = min(max(-least, 0), n + m - 1)
+        end = min(max(count - least, begin), n + m - 1)
+        self.drel_bias[:, 0] += sums[:, :begin].sum(1)
+        self.drel_bias[:, least + begin : least + end] += sums[:, begin:end]
+        self.drel_bias[:, -1] += sums[:, end:].sum(1)
 
     def store_dq(self, dq: torch.Tensor) -> None:
         for rows, tile in zip(self.rows, self.dq, strict=True):

@@ -37,7 +37,7 @@ def takes(problem: AttentionProblem, x: Operands) -> bool:
     floats = problem.dtype in ("float32", "float16", "bfloat16")
     if not plain or not floats or problem.kv_dtype != problem.dtype or blocks.is_scattered(x):
         return False
-    others = (x.alibi_slopes, x.bias, x.sink, x.tree_mask, x.key_ranges, x.block_rows)
+    others = (x.alibi_slopes, x.bias, x.rel_bias, x.sink, x.tree_mask, x.key_ranges, x.block_rows)
     others += (x.q_descale, x.k_descale, x.v_descale)
     empty = 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k)
     return all(other is None for other in others) and not empty and not scores.low_precision(x)
@@ -99,7 +99,7 @@ def backward(
         item.store_keys(dk, torch.baddbmm(_NONE, ds.mT, q, beta=0, alpha=problem.scale))
 
     for_each(_items(problem), work, scores.ThreadScratch, _is_parallel(problem))
-    return Gradients(dq, dk, dv, None, None)
+    return Gradients(dq, dk, dv)
 
 
 def _seed(problem: AttentionProblem, x: Operands) -> int:

@@ -3,12 +3,13 @@ device.
 
 Every function takes arrays of PyTorch or of JAX, and gives int32 (batch or 1, heads or 1, seqlen, 2
 or 4) of the same framework. Nothing is compiled for a mask. All but `from_flashmask` also run where
-calls are traced or captured.
+calls are traced or captured. `t5_bias` gives another array by position, a `rel_bias`.
 """
 
 from heedful.masks.block_mask import BlockMask
 from heedful.masks.flashmask import from_flashmask
 from heedful.masks.ranges import chunks, documents, local_global, padding, prefix
+from heedful.masks.relative import t5_bias
 
 __all__ = [
     "BlockMask",
@@ -18,4 +19,5 @@ __all__ = [
     "local_global",
     "padding",
     "prefix",
+    "t5_bias",
 ]

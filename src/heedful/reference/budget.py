@@ -35,6 +35,7 @@ class Results(NamedTuple):
     dv: Any = None
     dbias: Any = None
     dsink: Any = None
+    drel_bias: Any = None
 
     def present(self) -> dict[str, np.ndarray]:
         """The results that exist, by name."""

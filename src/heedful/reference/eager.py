@@ -65,6 +65,7 @@ def backward(
     full = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
     ds_all = torch.zeros(full, device=dq.device) if problem.bias_grad else None
     dsink = None if x.sink is None else torch.zeros_like(x.sink)
+    drel_bias = None if x.rel_bias is None else torch.zeros_like(x.rel_bias, dtype=torch.float32)
     for seq in sequences(problem, x):
         c = _sequence_forward(problem, x, seq, far_scores)
         rows = slice(seq.q_token, seq.q_token + seq.len_q)
@@ -81,10 +82,15 @@ def backward(
         dv_TGE.index_add_(0, keys, _sum_group(problem, dv_HNE))
         if ds_all is not None:
             ds_all[seq.batch, :, : seq.len_q, : seq.len_k] = ds_HMN
+        if drel_bias is not None:
+            entries = _entries(problem, x, seq).flatten()
+            drel_bias.index_add_(1, entries, ds_HMN.float().flatten(1))
         if x.sink is not None and dsink is not None:
             dsink += (c.p_sink_HM1 * (dlse_HM1 - delta_HM1)).sum((1, 2))
     dbias = None if ds_all is None else _reduced(ds_all, x.bias)
-    return Gradients(dq, dk, dv, dbias, dsink)
+    if drel_bias is not None and x.rel_bias is not None:
+        drel_bias = drel_bias.to(x.rel_bias.dtype)
+    return Gradients(dq, dk, dv, dbias, dsink, drel_bias)
 
 
 class _SequenceForward(NamedTuple):
@@ -118,6 +124,8 @@ def _sequence_forward(
         j = torch.arange(seq.len_k, device=device)
         distance = (i + problem.mask.offset(seq.len_q, seq.len_k) - j).abs()
         s_HMN = s_HMN - (x.alibi_slopes[seq.batch, :, None, None] * distance).to(stored)
+    if x.rel_bias is not None:
+        s_HMN = s_HMN + x.rel_bias[:, _entries(problem, x, seq)]
     if x.bias is not None:
         full = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
         bias_HMN = x.bias.expand(full)[seq.batch, :, : seq.len_q, : seq.len_k]
@@ -144,6 +152,11 @@ def _sequence_forward(
     out_HME = _matmul(weights_HMN, v_HNE, twin)
     probabilities = p_HMN, p_sink_HM1, lse_HM
     return _SequenceForward(q_HMD, k_HND, v_HNE, slope_HMN, *probabilities, drop_HMN, out_HME)
+
+
+def _entries(problem: AttentionProblem, x: Operands, seq: Sequence) -> torch.Tensor:
+    """Which entry of rel_bias each score of one sequence has: (M, N)."""
+    return torch.from_numpy(oracle.entries_of(problem, x, seq)).to(x.q.device)
 
 
 def _softmax(s_HMN: torch.Tensor, sink: torch.Tensor | None, far: float | None):

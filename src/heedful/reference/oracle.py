@@ -45,7 +45,8 @@ def backward(problem: AttentionProblem, x: Operands, dout, dlse=None) -> Gradien
     dout: as out. dlse: as lse, or None. Rows without keys ignore both, but for the sink.
 
     Returns float64 gradients of the shapes of q, k and v; dbias if problem.bias_grad, with size 1
-    where the bias's stride is 0 or its size 1; dsink (H,) if there is a sink.
+    where the bias's stride is 0 or its size 1; dsink (H,) if there is a sink; drel_bias as
+    rel_bias.
 
     Raises ValueError for quantised inputs, which have no gradient.
     """
@@ -133,6 +134,7 @@ class _Backward:
         shape = (problem.batch, heads, problem.seqlen_q, problem.seqlen_k)
         self._dbias = np.zeros(shape) if problem.bias_grad else None
         self._dsink = None if x.sink is None else np.zeros(heads)
+        self._drel_bias = None if x.rel_bias is None else np.zeros(x.rel_bias.shape)
 
     def add(self, c: _Block) -> None:
         do_HME = self._dout_THE[c.rows, c.heads].swapaxes(0, 1)
@@ -150,6 +152,9 @@ class _Backward:
             np.add.at(_flat(grad)[:, c.kv_heads], keys, _sum_group(self._problem, one_HND))
         if self._dbias is not None:
             self._dbias[c.seq.batch, c.heads, : c.seq.len_q, : c.seq.len_k] = ds_HMN
+        if self._drel_bias is not None:
+            entries_MN = entries_of(self._problem, self._x, c.seq)
+            np.add.at(self._drel_bias[c.heads].T, entries_MN, np.moveaxis(ds_HMN, 0, -1))
         if self._dsink is not None:
             of_row_HM = c.p_sink_HM * (dlse_HM1 - delta_HM1)[..., 0]
             self._dsink[c.heads] += of_row_HM.sum(1)
@@ -160,7 +165,7 @@ class _Backward:
             for axis, size in enumerate(own_shape(self._x.bias.shape, self._x.bias.strides)):
                 if size == 1:
                     dbias = dbias.sum(axis, keepdims=True)
-        return Gradients(self._dq, self._dk, self._dv, dbias, self._dsink)
+        return Gradients(self._dq, self._dk, self._dv, dbias, self._dsink, self._drel_bias)
 
 
 # Scores of a block: few enough that its arrays stay in a core's cache.
@@ -193,6 +198,8 @@ def _block(problem: AttentionProblem, x: Operands, seq: Sequence, kv_heads: slic
     if x.alibi_slopes is not None:
         slopes = np.asarray(x.alibi_slopes, np.float64)[seq.batch, heads, None, None]
         s_HMN = s_HMN - slopes * np.abs(i + problem.mask.offset(seq.len_q, seq.len_k) - j)
+    if x.rel_bias is not None:
+        s_HMN = s_HMN + np.asarray(x.rel_bias, np.float64)[heads][:, entries_of(problem, x, seq)]
     if x.bias is not None:
         full = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
         bias = np.broadcast_to(x.bias, full)[seq.batch, heads, : seq.len_q, : seq.len_k]
@@ -235,6 +242,16 @@ def visible(problem: AttentionProblem, x: Operands, seq: Sequence) -> np.ndarray
         tree = np.asarray(x.tree_mask)[seq.batch if len(x.tree_mask) > 1 else 0]
         seen &= (new < 0) | tree[i, np.maximum(new, 0)]
     return seen
+
+
+def entries_of(problem: AttentionProblem, x: Operands, seq: Sequence) -> np.ndarray:
+    """Which entry of rel_bias each score of one sequence has: int (M, N). Query i and key j have
+    that of i + off - j, counted from the middle one, R // 2 of R; the first and the last stand for
+    all before and after."""
+    last = x.rel_bias.shape[1] - 1
+    i, j = np.arange(seq.len_q)[:, None], np.arange(seq.len_k)[None, :]
+    off = problem.mask.offset(seq.len_q, seq.len_k)
+    return np.clip(i + off - j + (last + 1) // 2, 0, last)
 
 
 def in_ranges(x: Operands, seq: Sequence) -> np.ndarray:

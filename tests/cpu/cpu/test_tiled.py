@@ -60,6 +60,14 @@ COMBINED = [
     Case(**ALL, kv_batch_idx=True, used="k", layout="offset", return_probs=True),
 ]
 BLOCKS = [
+    *variants(SHORT, rel_bias=[1, 2, 9, 400]),
+    replace(LONG, rel_bias=257, causal=True, dtype="bfloat16"),
+    replace(
+        SHORT, rel_bias=33, heads_q=6, varlen="qk", used="qk", batch=3, softcap=3.0, bias="hqk"
+    ),
+    replace(
+        SHORT, rel_bias=8, bottom_right=False, shift=5, window=(9, 3), dropout_p=0.2, alibi="h"
+    ),
     *variants(replace(SHORT, block_mask=32), ranges_of=["", "b", "h", "bh"], causal=[True]),
     replace(SHORT, block_mask=64, window=(9, 17, 3), sink=True, leftpad_k=True, used="qk"),
     replace(SHORT, block_mask=32, key_ranges=2, dropout_p=0.2, bias="hqk", alibi="h", softcap=3.0),
@@ -404,7 +412,8 @@ def test_a_sequence_does_not_depend_on_the_rest_of_the_batch(dtype):
 
 
 def test_two_runs_are_bit_equal():
-    built = build(Case(batch=1, seqlen_q=300, seqlen_k=700, heads_q=4, heads_k=2, **ALL))
+    case = Case(batch=1, seqlen_q=300, seqlen_k=700, heads_q=4, heads_k=2, rel_bias=99, **ALL)
+    built = build(case)
     runs = []
     assert built.dout is not None
     for _ in range(2):

@@ -19,6 +19,12 @@ SHORT = Case(heads_q=6, heads_k=2, head_dim=24, head_dim_v=8)
 LONG = Case(batch=1, seqlen_q=301, seqlen_k=611, heads_q=2, heads_k=1, head_dim=16)
 ALL: dict = dict(softcap=4.0, alibi="bh", bias="hqk", sink=True, dropout_p=0.15, window=(60, 3, 2))
 BLOCKS = [
+    *variants(SHORT, rel_bias=[1, 2, 9, 400]),
+    replace(LONG, rel_bias=257, causal=True, dtype="bfloat16"),
+    replace(
+        SHORT, rel_bias=33, heads_q=6, varlen="qk", used="qk", batch=3, softcap=3.0, bias="hqk"
+    ),
+    replace(SHORT, rel_bias=8, window=(9, 3), dropout_p=0.2, alibi="h"),
     *variants(replace(SHORT, block_mask=32), ranges_of=["", "b", "h", "bh"], causal=[True]),
     replace(SHORT, block_mask=64, window=(9, 17, 3), sink=True, leftpad_k=True, used="qk"),
     replace(SHORT, block_mask=32, key_ranges=2, dropout_p=0.2, bias="hqk", alibi="h", softcap=3.0),

@@ -34,6 +34,7 @@ PACKED = Case(
     varlen="qk",
     used="qk",
     bias="bhqk",
+    rel_bias=9,
     sink=True,
     dropout_p=0.3,
     lse_grad=True,
@@ -109,7 +110,7 @@ def forward(built: Built, splits: int = 1) -> tuple[set[str], dict[str, torch.Te
 def backward(built: Built, arrays: dict[str, torch.Tensor]) -> set[str]:
     assert built.dout is not None and built.dlse is not None
     arrays |= {"dout": built.dout, "dlse": built.dlse}
-    gradients = ("q", "k", "v", "bias", "sink")
+    gradients = ("q", "k", "v", "bias", "sink", "rel_bias")
     arrays |= {f"d{name}": torch.full_like(arrays[name], torch.nan) for name in gradients}
     chosen = Plan(built.problem, by_name("H200"), "portable", "run", configs=SMALL)
     return check(portable.backward(built.problem, chosen, specs_of(arrays)), arrays)

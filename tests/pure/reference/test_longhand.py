@@ -71,6 +71,7 @@ def draw(seed: int) -> Case:
         facts |= {"sink_dtype": sometimes("bfloat16")}
     if facts["bias"]:
         facts |= {"bias_dtype": sometimes("bool")}
+    facts |= {"rel_bias": sometimes(1, 4, 9)}
     facts = {name: value for name, value in facts.items() if value is not None}
     return Case(**facts, seed=seed + 1000 * FRESH)
 
@@ -127,10 +128,10 @@ def test_the_oracles_gradients_are_complex_steps_longhand(case):
     dout, dlse = (np.nan_to_num(np.array(as_numpy(t))) for t in (built.dout, built.dlse))
     grads = oracle.backward(built.problem, arrays, dout, dlse)
     rng = random.Random(case.seed)
-    for name in ("q", "k", "v", "bias", "sink"):
+    for name in ("q", "k", "v", "bias", "sink", "rel_bias"):
         grad = getattr(grads, f"d{name}")
         if grad is None:
-            assert not case.sink if name == "sink" else not case.bias or case.bias_dtype
+            assert not getattr(case, name) or (name == "bias" and case.bias_dtype)
             continue
         indices = list(np.ndindex(grad.shape))
         for index in rng.sample(indices, min(5, len(indices))):

@@ -43,6 +43,7 @@ FEATURES = [
         dropout_p=[0.4, 1.0],
         alibi=["h", "bh"],
         bias=["bhqk", "hqk", "bk", "q"],
+        rel_bias=[1, 5, 80],
         sink=[True],
         tree_mask=[True],
         key_ranges=[1, 2],
@@ -95,6 +96,10 @@ def naive(problem, x: Operands):
                         s = problem.softcap * math.tanh(s / problem.softcap)
                     if x.alibi_slopes is not None:
                         s -= x.alibi_slopes[seq.batch, h] * abs(i + off - j)
+                    if x.rel_bias is not None:
+                        last = x.rel_bias.shape[1] - 1
+                        place = i + off - j + (last + 1) // 2
+                        s += x.rel_bias[h, min(max(place, 0), last)]
                     if x.bias is not None:
                         s += x.bias[seq.batch, h, i, j]
                     weights[j] = math.exp(s)
@@ -141,7 +146,7 @@ def test_gradients_are_the_differences_of_the_loss(case):
     grads = oracle.backward(built.problem, x, dout, dlse)
     rng = np.random.default_rng(5)
     step = np.finfo(float).eps ** (1 / 3)  # balances truncation and rounding, central differences
-    for name in ("q", "k", "v", "bias", "sink"):
+    for name in ("q", "k", "v", "bias", "sink", "rel_bias"):
         array, grad = getattr(x, name), getattr(grads, f"d{name}")
         if array is None:
             assert grad is None

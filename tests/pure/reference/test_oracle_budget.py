@@ -32,6 +32,7 @@ FEATURES = [
         dropout_p=[0.3],
         alibi=["bh"],
         bias=["hqk", "bk"],
+        rel_bias=[7],
         sink=[True],
         tree_mask=[True],
         varlen=["qk"],
@@ -66,7 +67,7 @@ class Twin:
         return Gradients(
             *(
                 self.damage.get(f"d{n}", lambda a: a)(g)
-                for n, g in zip(("q", "k", "v", "bias", "sink"), grads, strict=True)
+                for n, g in zip(("q", "k", "v", "bias", "sink", "rel_bias"), grads, strict=True)
             )
         )
 
@@ -91,12 +92,12 @@ def test_float32_twin_is_within_the_worst_case_of_its_sums(case):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_twin_itself_is_within_the_budget(dtype):
-    run(Twin(), Case(heads_q=4, dtype=dtype, causal=True, sink=True, bias="hqk"))
+    run(Twin(), Case(heads_q=4, dtype=dtype, causal=True, sink=True, bias="hqk", rel_bias=9))
 
 
-@pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv", "dbias", "dsink"])
+@pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv", "dbias", "dsink", "drel_bias"])
 def test_a_relative_error_of_sixteen_eps_or_one_nan_is_out_of_budget(name):
-    case = Case(dtype="bfloat16", sink=True, bias="hqk")
+    case = Case(dtype="bfloat16", sink=True, bias="hqk", rel_bias=9)
     eps = torch.finfo(torch.bfloat16).eps
 
     def scaled(a):

@@ -31,7 +31,7 @@ class Case:
 
     window: as flash-attn's window_size, a third element is `first`. alibi: "", "h" or "bh".
     bias: the dims that it really has, of "bhqk" ("" = no bias, "k" = a key bias); bias_dtype: its
-    own, such as "bool"; others' is that of q.
+    own, such as "bool"; others' is that of q. rel_bias: its distances, 0 without one.
     sink_dtype, index_dtype: of the sink and of lengths and tables, where they are not float32 and
     int32. varlen: "", "q", "k" or "qk"; used: the same for seqused. layout: one of LAYOUTS, how q,
     k and v lie in memory. key_ranges: of a row, bad ones among them; block_mask: side of
@@ -59,6 +59,7 @@ class Case:
     alibi: str = ""
     bias: str = ""
     bias_dtype: str = ""
+    rel_bias: int = 0
     sink: bool = False
     sink_dtype: str = ""
     index_dtype: str = ""
@@ -298,6 +299,9 @@ def _score_arrays(case: Case, values: torch.Generator) -> dict:
     if case.sink:
         sink = torch.randn(case.heads_q, generator=values)
         made["sink"] = sink.to(_torch_dtype(case.sink_dtype or "float32"))
+    if case.rel_bias:
+        dtype = "bfloat16" if ITEM_BITS[case.dtype] == 8 else case.dtype
+        made["rel_bias"] = _randn(values, (case.heads_q, case.rel_bias), dtype)
     if case.dropout_p:
         made["seed"] = torch.tensor([case.seed * 0x9E3779B97F4A7C15 % 2**63], dtype=torch.int64)
     return made
@@ -369,6 +373,7 @@ def _problem(case: Case, x: Operands) -> AttentionProblem:
         page_size=case.page_size,
         alibi=x.alibi_slopes is not None,
         bias=x.bias is not None,
+        rel_bias=x.rel_bias is not None,
         sink=x.sink is not None,
         tree_mask=x.tree_mask is not None,
         kv_batch_idx=x.kv_batch_idx is not None,

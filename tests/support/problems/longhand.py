@@ -143,6 +143,10 @@ class Longhand:
         if self.x["alibi_slopes"] is not None:
             far = abs(i + self.offset(len_q, len_k) - j)
             s -= self.x["alibi_slopes"][b][h] * far
+        if self.x["rel_bias"] is not None:
+            entries = self.x["rel_bias"][h]
+            place = i + self.offset(len_q, len_k) - j + len(entries) // 2
+            s += entries[min(max(place, 0), len(entries) - 1)]
         if self.x["bias"] is not None and self.case.bias_dtype != "bool":
             s += self.x["bias"][b][h][i][j]
         return s

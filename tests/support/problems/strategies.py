@@ -62,6 +62,7 @@ def cases(
         dropout_origin=maybe("dropout_origin", origins, (0, 0, 0, 0)),
         alibi=maybe("alibi", st.sampled_from(("h", "bh")), ""),
         bias=maybe("bias", st.sampled_from(("bhqk", "hqk", "bqk", "qk", "bk", "k", "q")), ""),
+        rel_bias=maybe("rel_bias", st.sampled_from((1, 2, 9, 200)), 0),
         sink=maybe("sink", flag, False),
         tree_mask=maybe("tree_mask", flag, False),
         key_ranges=maybe("key_ranges", st.sampled_from((1, 2)), 0),

@@ -87,6 +87,7 @@ def call(built: Built, leaves: dict[str, Tensor], **more) -> Any:
         "dropout_origin": case.dropout_origin,
         "deterministic": case.deterministic,
         "bias": leaves.get("bias"),
+        "rel_bias": leaves.get("rel_bias"),
         "dropout_seed": x.seed,
         "return_lse": True,
         "return_attn_probs": case.return_probs,
@@ -126,7 +127,8 @@ def is_cache_call(built: Built) -> bool:
     if problem.varlen_q or problem.page_size or problem.quantized_kv:
         return not problem.varlen_q
     has_lengths = x.seqused_k is not None or x.leftpad_k is not None
-    dense_only = case.backward or case.bias or case.dropout_p > 0 or x.seqused_q is not None
+    dense_only = case.backward or case.bias or case.rel_bias or case.dropout_p > 0
+    dense_only = dense_only or x.seqused_q is not None
     return has_lengths and not dense_only
 
 
@@ -140,7 +142,7 @@ def _slopes(built: Built) -> Tensor | None:
 def _leaves(built: Built) -> dict[str, Tensor]:
     """The differentiable inputs, apart from the tensors of the case; the bias unexpanded."""
     x, leaves = built.x, {}
-    for name in ("q", "k", "v", "sink", "bias"):
+    for name in ("q", "k", "v", "sink", "bias", "rel_bias"):
         tensor = getattr(x, name)
         if tensor is None:
             continue

@@ -24,6 +24,7 @@ def keywords_of(built: Built) -> dict[str, Any]:
         "dropout_seed": x.seed,
         "alibi_slopes": api._slopes(built),
         "bias": leaves.get("bias"),
+        "rel_bias": leaves.get("rel_bias"),
         "sink": leaves.get("sink"),
     }
     if problem.varlen_q:

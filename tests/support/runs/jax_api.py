@@ -13,7 +13,7 @@ from support.problems.cases import Built
 from support.runs.api import LENGTHS, block_mask, is_cache_call
 from support.runs.jax_backend import as_array, as_tensor
 
-LEAVES = ("q", "k", "v", "bias", "sink")
+LEAVES = ("q", "k", "v", "bias", "sink", "rel_bias")
 
 
 def results(built: Built, wrap: Callable = jax.jit, **more) -> Results:
@@ -95,6 +95,7 @@ def call(built: Built, x: dict[str, Any], **more) -> Any:
         "dropout_origin": case.dropout_origin,
         "deterministic": case.deterministic,
         "bias": x.get("bias"),
+        "rel_bias": x.get("rel_bias"),
         "dropout_seed": x.get("seed"),
         "return_lse": True,
         "return_attn_probs": case.return_probs,

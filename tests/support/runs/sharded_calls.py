@@ -17,7 +17,7 @@ BATCH, HEADS, SAME = Shard(0), Shard(2), Replicate()
 def lies(name: str, tensor: Any, places, packed: bool) -> list:
     """Where an array lies if q has these places: what it has no dim for is whole."""
     dims = {"q": "bmhd", "k": "bnhd", "v": "bnhd", "out": "bmhd", "lse": "bhm", "probs": "bhmn"}
-    dims |= {"bias": "bhmn", "alibi_slopes": "bh", "sink": "h"}
+    dims |= {"bias": "bhmn", "alibi_slopes": "bh", "sink": "h", "rel_bias": "h-"}
     letters = dims[name]
     if packed and name in ("q", "k", "v", "out"):
         letters = letters[1:]

@@ -104,6 +104,7 @@ def check(call: AttentionCall) -> AttentionProblem:
         page_size=x.k.shape[1] if x.block_table is not None else 0,
         alibi=x.alibi_slopes is not None,
         bias=x.bias is not None,
+        rel_bias=_check_rel_bias(x, sizes),
         sink=x.sink is not None,
         tree_mask=x.tree_mask is not None,
         kv_batch_idx=x.kv_batch_idx is not None,
@@ -401,6 +402,19 @@ def _check_score_operands(x: Operands, sizes: _Sizes) -> None:
         check_dtype("dropout_seed", x.seed.dtype, "int64")
         if x.seed.size != 1:
             raise ValueError(f"dropout_seed must have one element, got {tuple(x.seed.shape)}")
+
+
+def _check_rel_bias(x: Operands, sizes: _Sizes) -> bool:
+    """Whether scores have a bias by relative position."""
+    if x.rel_bias is None:
+        return False
+    check_dtype("rel_bias", x.rel_bias.dtype, *FLOATS)
+    shape = tuple(x.rel_bias.shape)
+    check_rank("rel_bias", shape, "(heads_q, distances)")
+    check_shape("rel_bias", shape, (sizes.heads_q, shape[1]), "(heads_q, distances)")
+    if shape[1] < 1:
+        raise ValueError(f"rel_bias must have an entry for at least one distance, got {shape}")
+    return True
 
 
 def _check_ranges(x: Operands, options: Options, sizes: _Sizes) -> int:

@@ -13,6 +13,8 @@ class Operands(NamedTuple):
     bias: (B, H, Sq, Sk), with strides of 0 where it is broadcast. The caller's may be bool, True
     where a query sees a key; kernels get numbers. alibi_slopes: float32 (B, H), a
         stride of 0 where it is broadcast. sink: float32 (H,).
+    rel_bias: (H, R): entry i + off - j + R // 2, or the nearest that there is, is added to the
+        score of query i and key j, where off is the diagonal's offset. Any float dtype.
     cu_seqlens_q, cu_seqlens_k: int32 (B + 1,). seqused_q, seqused_k: int32 (B,), the lengths used
         of each sequence's storage (k: counted from leftpad_k on).
     block_table: int32 (B, pages per sequence). kv_batch_idx: int32 (B,), which row of k and v a
@@ -34,6 +36,7 @@ class Operands(NamedTuple):
     k: Any
     v: Any
     bias: Any = None
+    rel_bias: Any = None
     alibi_slopes: Any = None
     sink: Any = None
     cu_seqlens_q: Any = None
@@ -64,13 +67,15 @@ SCALES = ("q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
 
 class Gradients(NamedTuple):
     """The results of a backward. From kernels dbias has size 1 where the bias is broadcast, and
-    dsink, (H,), is float32; callers get both in the shapes and dtypes of bias and sink."""
+    dsink, (H,), is float32; callers get both in the shapes and dtypes of bias and sink. drel_bias
+    is as rel_bias."""
 
     dq: Any
     dk: Any
     dv: Any
     dbias: Any = None
     dsink: Any = None
+    drel_bias: Any = None
 
 
 def own_shape(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:

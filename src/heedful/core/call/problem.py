@@ -57,12 +57,12 @@ class AttentionProblem:
     NumPy; int4 is two values a byte, fp8_ds_mla a row of LATENT_ROW_BYTES. scale: multiplies q k^T,
     at least NO_SCALE in size. softcap: 0 is off. dropout_p: 0 is off. used_q, used_k: per-sequence
     lengths inside the given storage (seqused, cache_seqlens). page_size: keys a page of a paged
-    cache, 0 if not paged. alibi, bias, sink, tree_mask, kv_batch_idx, leftpad_k: whether the call
-    has them. key_ranges: how many ranges of keys each row has, 0 without such a mask. block_mask:
-    rows and keys of a tile of the block mask, 0 without one. kv_group: how many values share one
-    scale of a quantised cache, 0 for a scale per head or none. kv_shift: the quantised cache has a
-    zero shift per scale. needs_grad, bias_grad: whether a backward will follow, and whether it
-    computes the bias's gradient. return_lse: whether the caller reads the log-sum-exp.
+    cache, 0 if not paged. alibi, bias, rel_bias, sink, tree_mask, kv_batch_idx, leftpad_k: whether
+    the call has them. key_ranges: how many ranges of keys each row has, 0 without such a mask.
+    block_mask: rows and keys of a tile of the block mask, 0 without one. kv_group: how many values
+    share one scale of a quantised cache, 0 for a scale per head or none. kv_shift: the quantised
+    cache has a zero shift per scale. needs_grad, bias_grad: whether a backward will follow, and
+    whether it computes the bias's gradient. return_lse: whether the caller reads the log-sum-exp.
     return_probs: the sign-coded dropped probabilities are wanted (tests). keeps_rest: the rounding
     error of the log-sum-exp is wanted beside it, for a merge on a GPU. deterministic: the backward
     must be bit-equal from run to run. num_splits: 0 = choose, 1 = do not split the keys, n = split
@@ -96,6 +96,7 @@ class AttentionProblem:
     page_size: int = 0
     alibi: bool = False
     bias: bool = False
+    rel_bias: bool = False
     sink: bool = False
     tree_mask: bool = False
     kv_batch_idx: bool = False
@@ -382,6 +383,7 @@ FEATURES = {
     "diagonal": "shifted or top-left mask diagonal",
     "alibi": "ALiBi slopes",
     "bias": "additive bias",
+    "rel_bias": "bias by relative position",
     "sink": "sink logits",
     "softcap": "softcap",
     "dropout": "dropout",
@@ -408,5 +410,14 @@ FEATURES = {
 }
 
 # Facts that are features by themselves.
-_FLAGS = ("alibi", "bias", "sink", "tree_mask", "kv_batch_idx", "leftpad_k", "key_ranges")
+_FLAGS = (
+    "alibi",
+    "bias",
+    "rel_bias",
+    "sink",
+    "tree_mask",
+    "kv_batch_idx",
+    "leftpad_k",
+    "key_ranges",
+)
 _FLAGS += ("block_mask", "return_lse", "return_probs", "bias_grad")

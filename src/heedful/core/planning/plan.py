@@ -304,11 +304,11 @@ def _configs(
         if row is not None
         for kernel in row.configs
     }
-    # This kernel computes probabilities from the log-sum-exp, for tests and for the gradient of the
-    # bias.
+    # These tiles are of probabilities from the log-sum-exp, for tests and for gradients of biases.
     if "portable.scores" in kernels:
         triton = kernels.pop("portable.scores")
-        if problem.return_probs or problem.bias_grad:
+        of_biases = problem.bias_grad or (problem.rel_bias and problem.needs_grad)
+        if problem.return_probs or of_biases:
             kernels["portable.scores"] = triton
     rows = {
         kernel: configs.choose(kernel, _as_seen(kernel, problem, forward), device)

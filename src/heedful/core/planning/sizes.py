@@ -21,6 +21,8 @@ from heedful.core.planning.splits import (
 )
 from heedful.core.registry.tiles import (
     CONSUMER_ROWS,
+    DIAGONAL_PARTS,
+    DIAGONAL_SUMS,
     V_T_CHUNK,
     V_T_KEYS,
     HopperBackwardConfig,
@@ -426,6 +428,11 @@ def _backward(plan: "Plan", problem: AttentionProblem, stored_k: int) -> Sizes:
     if problem.key_ranges:
         entries = problem.heads_q * seen_entries(problem, queries.block_m)
         workspaces.append(Workspace.of("seen_keys", entries, 8, dtype="int32"))
+    if problem.rel_bias:
+        windows = ceil_div(problem.seqlen_q + problem.seqlen_k, DIAGONAL_SUMS.rows)
+        columns = windows * DIAGONAL_SUMS.rows
+        sums = Workspace.of("diagonal_sums", DIAGONAL_PARTS, problem.heads_q, columns)
+        workspaces.append(sums)
     return Sizes(1, launches, tuple(workspaces))
 
 

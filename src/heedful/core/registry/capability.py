@@ -339,7 +339,6 @@ def _hopper_backward(name: str, features: set[str], max_dim: int, *more: Gate) -
         direction="backward",
         max_dim=max_dim,
         gates=(*_TMA_GATES, gates.aligned_draws, gates.near_softcap, *more),
-        unrun=frozenset({"block_mask"} & features),
     )
 
 
@@ -486,6 +485,7 @@ VARIANTS: tuple[Variant, ...] = (
         kv_dtypes=_QUANTIZED,
         max_dim=MAX_HEAD_DIM,
         least=(("triton", (3, 6)),),
+        unrun=frozenset({"rel_bias"}),
         gates=(
             gates.parts_by_position,
             gates.whole_probs,
@@ -497,13 +497,7 @@ VARIANTS: tuple[Variant, ...] = (
         configs=("portable.forward", "portable.scores"),
         program="heedful.launch.bind.portable",
     ),
-    _hopper_backward(
-        "backward",
-        {*_HELD, "deterministic", "block_mask"},
-        128,
-        gates.equal_head_dims,
-        gates.lists_of_the_hopper_backward,
-    ),
+    _hopper_backward("backward", {*_HELD, "deterministic"}, 128, gates.equal_head_dims),
     # Consumers add to dQ themselves, and take no turns.
     _hopper_backward("pair", set(), 192, gates.above_128, gates.values_to_128),
     _hopper_backward("wide", _HELD, 256, gates.above_128, gates.room_for_dropout),
@@ -517,6 +511,7 @@ VARIANTS: tuple[Variant, ...] = (
         _EVERY_FEATURE - {"kv_batch_idx"},
         gathers_pages=True,
         least=(("triton", (3, 6)),),
+        unrun=frozenset({"rel_bias"}),
         gates=(gates.wide_float32, gates.blocks_without_scores),
         configs=("portable.backward_keys", "portable.backward_queries", "portable.scores"),
         program="heedful.launch.bind.portable",

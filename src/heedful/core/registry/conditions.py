@@ -26,7 +26,13 @@ def invariant_float32(problem: AttentionProblem) -> bool:
 def register_pressure(problem: AttentionProblem) -> int:
     """How many features hold a register or an address per score; loads of single elements count
     twice, since none of them can be copied asynchronously."""
-    per_score = (problem.bias, problem.dropout_p > 0, problem.tree_mask, problem.block_mask > 0)
+    per_score = (
+        problem.bias,
+        problem.rel_bias,
+        problem.dropout_p > 0,
+        problem.tree_mask,
+        problem.block_mask > 0,
+    )
     return sum((*per_score, not problem.aligned, not problem.aligned))
 
 
@@ -49,7 +55,9 @@ def wider_keys(problem: AttentionProblem) -> bool:
 
 
 def wider_keys_under_pressure(problem: AttentionProblem) -> bool:
-    return wider_keys(problem) and (problem.bias or register_pressure(problem) > 1)
+    return wider_keys(problem) and (
+        problem.bias or problem.rel_bias or register_pressure(problem) > 1
+    )
 
 
 def any_pressure(problem: AttentionProblem) -> bool:

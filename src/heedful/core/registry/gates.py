@@ -4,7 +4,6 @@ dtypes, features, head dims) are not here.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from heedful.core.base.device import DeviceSpec
 from heedful.core.call.problem import (
@@ -46,6 +45,8 @@ def blocks_without_scores(problem: AttentionProblem, device: DeviceSpec) -> str 
     """The kernels of all scores visit every tile, and look for none in a list."""
     if problem.block_mask and problem.bias_grad:
         return "the gradient of a bias beside a block mask"
+    if problem.block_mask and problem.rel_bias and problem.needs_grad:
+        return "the gradient of a bias by relative position beside a block mask"
     if problem.block_mask and problem.return_probs:
         return "returned probabilities beside a block mask"
     return None
@@ -131,23 +132,19 @@ def ranges_without_leading_keys(problem: AttentionProblem, device: DeviceSpec) -
 
 def lists_of_the_hopper_forward(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     """A consumer has 64 rows. Steps of a list know their keys where they mask, and no earlier."""
-    beside = {"leading keys": problem.mask.first, "ALiBi": problem.alibi, "a bias": problem.bias}
-    return _lists_beside(problem, beside)
-
-
-def lists_of_the_hopper_backward(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """Key tiles of a list are added to dQ in any order."""
-    return _lists_beside(problem, {"deterministic": problem.deterministic})
-
-
-def _lists_beside(problem: AttentionProblem, others: dict[str, Any]) -> str | None:
-    """Why a Hopper kernel does not take a block mask. others: what it does not take beside one."""
     if not problem.block_mask:
         return None
     if problem.block_mask < CONSUMER_ROWS:
         return f"a block mask of {problem.block_mask} rows a tile: takes 64 and 128"
-    others = {"key ranges": problem.key_ranges, **others, "dropout": problem.dropout_p}
-    words = ", ".join(name for name, is_there in others.items() if is_there)
+    beside = {
+        "packed sequences": problem.varlen_q or problem.varlen_k,
+        "key ranges": problem.key_ranges,
+        "leading keys": problem.mask.first,
+        "ALiBi": problem.alibi,
+        "a bias": problem.bias,
+        "dropout": problem.dropout_p,
+    }
+    words = ", ".join(name for name, is_there in beside.items() if is_there)
     return f"a block mask beside {words}" if words else None
 
 

@@ -339,10 +339,10 @@ class HopperBackwardConfig(TileConfig):
     splits: int = 1
 
     def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
-        # Two stages of wide keys would fill shared memory, through which bits of dropout change
-        # their layout, and where the words of a block mask lie.
-        more = problem.dropout_p > 0 or problem.block_mask > 0
-        return replace(self, k_stages=1) if more and problem.head_dim > 64 else self
+        # Bits of dropout change their layout through shared memory, which two stages of wide keys
+        # would fill.
+        drops = problem.dropout_p > 0 and problem.head_dim > 64
+        return replace(self, k_stages=1) if drops else self
 
 
 def backward_dim(dim: int) -> int:
@@ -397,6 +397,11 @@ def cache_rows(*dims: int) -> RowsConfig:
 
 CLEAR_UNUSED = RowsConfig(16)
 SINK_GRADIENTS = RowsConfig(1024)
+# Diagonals of scores that a program sums; into how many parts of the sequences a sum is divided, so
+# that short ones keep the device busy.
+DIAGONAL_SUMS = RowsConfig(128)
+DIAGONAL_PARTS = 4
+DIAGONAL_GRADIENTS = RowsConfig(256)
 # Programs that share the tokens outside of all packed sequences: about one for each SM.
 CLEARING_PROGRAMS = 128
 VARLEN_SCHEDULER = RowsConfig(1024)  # sequences that a program looks at at once

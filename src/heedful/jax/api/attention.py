@@ -35,6 +35,7 @@ def flash_attn_func(
     key_ranges: Array | None = None,
     block_mask: BlockMask | None = None,
     bias: Array | None = None,
+    rel_bias: Array | None = None,
     sink: Array | None = None,
     s_aux: Array | None = None,
     learnable_sink: Array | None = None,
@@ -50,7 +51,7 @@ def flash_attn_func(
 ) -> Any:
     """softmax(q k^T * softmax_scale) v, without ever storing the scores.
 
-    Scores in this order: scale; `softcap * tanh(s / softcap)`; ALiBi; bias; mask; then the sink
+    Scores in this order: scale; `softcap * tanh(s / softcap)`; ALiBi; biases; mask; then the sink
     logit in the denominator. A query that sees no key gives 0 (and lse -inf, or the sink's). The
     function runs under jit, grad, vmap, checkpoint and shard_map, and by itself.
 
@@ -83,6 +84,10 @@ def flash_attn_func(
         block_mask: a `heedful.BlockMask`: tiles of queries and keys that the other masks show, too.
         bias: float, broadcastable to (batch, heads_q, seqlen_q, seqlen_k); differentiable. Or bool:
             True where a query sees a key. The call makes it a bias of 16 bits in scratch memory.
+        rel_bias: float (heads_q, distances), a bias by relative position (T5): the score of query i
+            and key j gets entry i + off - j + distances // 2, or the first or last entry where
+            there is none; off is seqlen_k - seqlen_q, of the lengths in use. Differentiable.
+            `heedful.masks.t5_bias` makes it.
         sink: float (heads_q,), a logit in every softmax's denominator, without a value (gpt-oss);
             differentiable.
         s_aux, learnable_sink: other names of sink; at most one of the three may be passed.
@@ -133,6 +138,7 @@ def flash_attn_func(
         k=k,
         v=v,
         bias=bias,
+        rel_bias=rel_bias,
         alibi_slopes=alibi_slopes,
         sink=one_sink(sink, s_aux, learnable_sink),
         seqused_q=seqused_q,
@@ -170,6 +176,7 @@ def flash_attn_varlen_func(
     key_ranges: Array | None = None,
     block_mask: BlockMask | None = None,
     bias: Array | None = None,
+    rel_bias: Array | None = None,
     sink: Array | None = None,
     s_aux: Array | None = None,
     learnable_sink: Array | None = None,
@@ -238,6 +245,7 @@ def flash_attn_varlen_func(
         k=k,
         v=v,
         bias=bias,
+        rel_bias=rel_bias,
         alibi_slopes=alibi_slopes,
         sink=one_sink(sink, s_aux, learnable_sink),
         cu_seqlens_q=cu_seqlens_q,

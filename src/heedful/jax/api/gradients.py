@@ -39,6 +39,7 @@ def attention_backward(
     key_ranges: Array | None = None,
     block_mask: BlockMask | None = None,
     bias: Array | None = None,
+    rel_bias: Array | None = None,
     sink: Array | None = None,
     s_aux: Array | None = None,
     learnable_sink: Array | None = None,
@@ -65,8 +66,8 @@ def attention_backward(
         bias_grad: whether the gradient of a bias is computed; a bool bias has none.
 
     Returns:
-        A named tuple (dq, dk, dv, dbias, dsink), each in the shape and dtype of its input; dbias
-        and dsink are None where there is no such bias or sink, dbias also without bias_grad.
+        A named tuple (dq, dk, dv, dbias, dsink, drel_bias), each in the shape and dtype of its
+        input; the last three are None where there is no such input, dbias also without bias_grad.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -93,6 +94,7 @@ def attention_backward(
         k=k,
         v=v,
         bias=bias,
+        rel_bias=rel_bias,
         alibi_slopes=alibi_slopes,
         sink=one_sink(sink, s_aux, learnable_sink),
         cu_seqlens_q=cu_seqlens_q,

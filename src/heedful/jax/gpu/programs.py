@@ -86,11 +86,12 @@ def _dense_backward(plan: Plan, x: Operands, origin: Array | None, saved: list[A
     made = {f"d{name}": specs[name] for name in "qkv"}
     if problem.bias_grad:
         made["dbias"] = _spec(x.bias)
-    if x.sink is not None:
-        made["dsink"] = specs["sink"]
+    for name in ("sink", "rel_bias"):
+        if name in specs:
+            made[f"d{name}"] = specs[name]
     made = {name: ArraySpec.contiguous(spec.shape, spec.dtype) for name, spec in made.items()}
     done = run(_program(plan, "backward", specs | made), plan.device.arch, arrays, made, "backward")
-    return Gradients(*(done.get(f"d{name}") for name in ("q", "k", "v", "bias", "sink")))
+    return Gradients(*(done.get(name) for name in Gradients._fields))
 
 
 def _program(plan: Plan, direction: str, specs: Mapping[str, ArraySpec]) -> Program:

@@ -258,8 +258,10 @@ def backward(
     p = problem
     wide = (jnp.zeros(t.shape, jnp.float32) for t in x[:3])
     dbias = jnp.zeros(x.bias.shape, jnp.float32) if p.bias_grad else None
-    dsink = None if x.sink is None else jnp.zeros(x.sink.shape, jnp.float32)
-    state = (*wide, dbias, dsink)
+    dsink, drel_bias = (
+        None if t is None else jnp.zeros(t.shape, jnp.float32) for t in (x.sink, x.rel_bias)
+    )
+    state = (*wide, dbias, dsink, drel_bias)
     if p.batch and p.seqlen_q and x.q.size:
         by = _softmax(p, x, lse, origin)
 
@@ -268,9 +270,11 @@ def backward(
             return _Backward(seq, out, by, dout, dlse).of(state), None
 
         state, _ = each_sequence(p.batch, sequence, state)
-    dq, dk, dv, dbias, dsink = state
+    dq, dk, dv, dbias, dsink, drel_bias = state
     dq, dk, dv = (grad.astype(t.dtype) for grad, t in zip((dq, dk, dv), x[:3], strict=True))
-    return Gradients(dq, dk, dv, None if dbias is None else dbias.astype(x.bias.dtype), dsink)
+    dbias = None if dbias is None else dbias.astype(x.bias.dtype)
+    drel_bias = None if drel_bias is None else drel_bias.astype(x.rel_bias.dtype)
+    return Gradients(dq, dk, dv, dbias, dsink, drel_bias)
 
 
 class _Backward:
@@ -286,11 +290,11 @@ class _Backward:
         over key tiles."""
         seq = self.seq
         tiles = (seq.len_k + self.n_tile - 1) // self.n_tile
-        dq, dk, dv, dbias, dsink = lax.fori_loop(0, tiles, self._key_tile, state)
+        dq, dk, dv, dbias, dsink, drel_bias = lax.fori_loop(0, tiles, self._key_tile, state)
         if dsink is not None:
             rows = (seq.len_q + self.m_tile - 1) // self.m_tile
             dsink = lax.fori_loop(0, rows, self._sink_tile, dsink)
-        return dq, dk, dv, dbias, dsink
+        return dq, dk, dv, dbias, dsink, drel_bias
 
     def _delta(self, rows: Array) -> Array:
         """rowsum(dO * O) - dlse, (G, R, M)."""
@@ -311,7 +315,7 @@ class _Backward:
 
     def _key_tile(self, index, state):
         seq, p = self.seq, self.seq.problem
-        dq, dk, dv, dbias, dsink = state
+        dq, dk, dv, dbias, dsink, drel_bias = state
         cols = index * self.n_tile + jnp.arange(self.n_tile, dtype=jnp.int32)
         k, v = seq.load_keys("k", cols), seq.load_keys("v", cols)
 
@@ -320,15 +324,16 @@ class _Backward:
 
         begin, end = seq.query_range(cols[0], self.n_tile, self.m_tile)
         empty = jnp.zeros_like(k), jnp.zeros_like(v)
-        dq, dk_tile, dv_tile, dbias = lax.fori_loop(begin, end, query_tile, (dq, *empty, dbias))
+        sums = lax.fori_loop(begin, end, query_tile, (dq, *empty, dbias, drel_bias))
+        dq, dk_tile, dv_tile, dbias, drel_bias = sums
         dk, dv = self._add_keys(dk, cols, dk_tile), self._add_keys(dv, cols, dv_tile)
         assert p.heads_k == k.shape[0]
-        return dq, dk, dv, dbias, dsink
+        return dq, dk, dv, dbias, dsink, drel_bias
 
-    def _pair(self, rows, cols, k, v, key_ranges):
+    def _pair(self, rows, cols, k, v, sums):
         """One query tile against one key tile: five products."""
         seq, p = self.seq, self.seq.problem
-        dq, dk, dv, dbias = key_ranges
+        dq, dk, dv, dbias, drel_bias = sums
         q, do = seq.load_rows(seq.x.q, rows), seq.load_rows(self.dout, rows)
         e, tanh = _probabilities(seq, rows, cols, self.by, q, k)
         dp = product("grme,gne->grmn", do, v)
@@ -340,12 +345,14 @@ class _Backward:
         ds = e * (dp - self._delta(rows)[..., None])
         if dbias is not None:
             dbias = self._add_bias(dbias, rows, cols, ds)
+        if drel_bias is not None:
+            drel_bias = self._add_relative(drel_bias, rows, cols, ds)
         if tanh is not None:
             ds = ds * (1.0 - tanh * tanh)
         ds = ds * p.scale
         dk = dk + product("grmn,grmd->gnd", ds, q)
         dq = self._add_rows(dq, rows, product("grmn,gnd->grmd", ds, k))
-        return dq, dk, dv, dbias
+        return dq, dk, dv, dbias, drel_bias
 
     def _add_rows(self, dq: Array, rows: Array, tile: Array) -> Array:
         flat = dq.reshape(-1, *dq.shape[-2:])
@@ -368,6 +375,18 @@ class _Backward:
         b, h, m, n = self.seq.bias_index(rows, cols)
         where = b[:, None, None, None], h[:, None, None], m[:, None], n
         return dbias.at[where].add(ds, mode="drop")
+
+    def _add_relative(self, drel_bias: Array, rows: Array, cols: Array, ds: Array) -> Array:
+        """Adds ds (G, R, M, N) along its diagonals to the gradient of rel_bias."""
+        ds = ds.reshape(drel_bias.shape[0], *ds.shape[2:])[..., ::-1]
+        _, m, n = ds.shape
+        # A row of n + m elements begins one further than the row before, in rows of one less.
+        padded = jnp.pad(ds, ((0, 0), (0, 0), (0, m))).reshape(-1, m * (n + m))
+        sums = padded[:, : m * (n + m - 1)].reshape(-1, m, n + m - 1).sum(1)
+        count = drel_bias.shape[1]
+        least = rows[0] + self.seq.offset - cols[-1] + count // 2
+        entries = jnp.clip(least + jnp.arange(n + m - 1), 0, count - 1)
+        return drel_bias.at[:, entries].add(sums)
 
 
 def _heads(p: AttentionProblem) -> tuple[int, int]:

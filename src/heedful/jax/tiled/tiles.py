@@ -182,6 +182,8 @@ class Sequence:
             slopes = jnp.broadcast_to(x.alibi_slopes, (p.batch, p.heads_q))[self.b]
             distance = jnp.abs(rows[:, None] + self.offset - cols[None]).astype(jnp.float32)
             s = s - self._by_group(slopes)[..., None, None] * distance[None, None]
+        if x.rel_bias is not None:
+            s = s + self._by_group(x.rel_bias[:, self.entries(rows, cols)].astype(jnp.float32))
         if x.bias is not None:
             s = s + self._by_group(self._bias_tile(rows, cols))
         seen = self._seen(rows, cols)[None, None]
@@ -237,6 +239,11 @@ class Sequence:
             told = jnp.take(told, jnp.clip(new, 0, of_batch.shape[1] - 1), axis=1)
             seen &= told | (new < 0)[None]
         return seen
+
+    def entries(self, rows: Array, cols: Array) -> Array:
+        """Which entry of rel_bias each score of a tile has: (M, N)."""
+        count = self.x.rel_bias.shape[1]
+        return jnp.clip(rows[:, None] + self.offset - cols[None] + count // 2, 0, count - 1)
 
     def bias_index(self, rows: Array, cols: Array) -> tuple[Array, ...]:
         """Which elements of the bias (b, h, M, N) a tile has: an index for each dim, which is 0

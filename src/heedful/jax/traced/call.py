@@ -42,6 +42,7 @@ class Differentiable(NamedTuple):
     v: Any
     bias: Any = None
     sink: Any = None
+    rel_bias: Any = None
 
 
 def attend(x: Operands, options: Options, seed: Any = None) -> Any:
@@ -167,8 +168,8 @@ def computed(
     """The results of a checked call of adapted arrays."""
     count = 3 if options.return_attn_probs else 2 if options.return_lse else 1
     x, origin = sharding.alike((x, origin))
-    differentiable = Differentiable(x.q, x.k, x.v, x.bias, x.sink)
-    rest = x._replace(q=None, k=None, v=None, bias=None, sink=None)
+    differentiable = Differentiable(*(getattr(x, name) for name in Differentiable._fields))
+    rest = x._replace(**dict.fromkeys(Differentiable._fields))
     results: Any = _attention(Static((), options, top_left=top_left), differentiable, rest, origin)
     if count == 3 and len(results) == 2:
         results = (*results, jnp.zeros((0,), results[0].dtype))
@@ -209,7 +210,7 @@ def _backward(asked: Static, kept, cotangents):
     dout = jnp.zeros(out.shape, out.dtype) if dout is None else dout
     asked = asked._replace(needs_grad=True, bias_grad=bias_grad is not None)
     grads = primitives.backward(x, origin, out, lse, dout, dlse, asked)
-    return Differentiable(grads.dq, grads.dk, grads.dv, grads.dbias, grads.dsink), None, None
+    return Differentiable(*grads), None, None
 
 
 _attention.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -84,8 +84,9 @@ def backward(x: Operands, origin: Array | None, out, lse, dout, dlse, asked: Sta
     static = asked._replace(names=tuple(by_name))
     grads = list(backward_p.bind(*by_name.values(), static=static))
     dq, dk, dv = grads[:3]
+    drel_bias = grads.pop() if x.rel_bias is not None else None
     dsink = grads.pop() if x.sink is not None else None
-    return Gradients(dq, dk, dv, grads[3] if asked.bias_grad else None, dsink)
+    return Gradients(dq, dk, dv, grads[3] if asked.bias_grad else None, dsink, drel_bias)
 
 
 def _given(x: Operands, origin: Array | None) -> dict[str, Array]:
@@ -115,7 +116,8 @@ def _forward_type(*types, static: Static):
 
 def _backward_type(*types, static: Static):
     by_name = static.named(types)
-    wanted = ["q", "k", "v"] + ["bias"] * static.bias_grad + ["sink"] * ("sink" in by_name)
+    wanted = ["q", "k", "v"] + ["bias"] * static.bias_grad
+    wanted += [name for name in ("sink", "rel_bias") if name in by_name]
     return [_result(by_name[name].shape, by_name[name].dtype, types) for name in wanted]
 
 
@@ -132,7 +134,8 @@ def _batched(primitive, arrays, dims, *, static: Static):
     }
     of_entry = Operands(*(shapes.get(name) for name in Operands._fields))
     # Gradients of a sink or a bias sum over the batch, which must not join another's.
-    alone = primitive is backward_p and ("sink" in shapes or static.bias_grad)
+    summed = "sink" in shapes or "rel_bias" in shapes or static.bias_grad
+    alone = primitive is backward_p and summed
     flags = [mapped.get(name, False) for name in Operands._fields]
     if alone or "origin" in shapes or not joins(of_entry, flags, static.options):
         return _one_by_one(primitive, arrays, dims, static)
@@ -225,7 +228,10 @@ _RESULTS = {
         ["out"] + ["lse"] * (facts.makes_lse + facts.keeps_rest) + ["probs"] * facts.return_probs
     ),
     backward_p: lambda static, facts: (
-        ["dq", "dk", "dv"] + ["dbias"] * static.bias_grad + ["dsink"] * facts.sink
+        ["dq", "dk", "dv"]
+        + ["dbias"] * static.bias_grad
+        + ["dsink"] * facts.sink
+        + ["drel_bias"] * facts.rel_bias
     ),
 }
 

@@ -115,6 +115,8 @@ class Layout:
             return [BATCH, heads, "", ""]
         if name in ("alibi_slopes", "sink", "dsink", "head_index"):
             return [BATCH, heads][-rank:]
+        if name in ("rel_bias", "drel_bias"):
+            return [heads, ""]
         if name in _LENGTHS or name == "batch_index":
             return [BATCH if self.dense or name not in ("seqused_q", "seqused_k") else ""]
         if name in _SCALES:
@@ -222,7 +224,7 @@ class Rule:
 
     def _summed(self, name: str, shape, array: Array, axes: dict[str, Any]) -> Array:
         """Sums gradients of replicated arrays over the devices."""
-        if name not in ("dbias", "dsink"):
+        if name not in ("dbias", "dsink", "drel_bias"):
             return array
         labels = self.layout.labels(name, shape)
         has = {HEADS if label == GROUPED else label for label in labels}

@@ -71,6 +71,14 @@ class ScoreArray(NamedTuple):
     stride_n: Num
 
 
+class RelativeBias(NamedTuple):
+    """A (head, distance) array whose last stride is 1. last: the index of its last entry."""
+
+    ptr: Ptr
+    stride_h: Num
+    last: Num
+
+
 class RowArray(NamedTuple):
     """A (batch, head, row) array with any strides."""
 

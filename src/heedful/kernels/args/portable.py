@@ -78,6 +78,28 @@ class BiasGradientsIO(NamedTuple):
     dbias: Out[ScoreArray]
 
 
+class DiagonalSumsIO(NamedTuple):
+    """delta, reference and factor have the layout of lse. sums: (parts, H, columns), see
+    backward/relative.py."""
+
+    q: In[Rows]
+    k: In[Rows]
+    v: In[Rows]
+    dout: In[Rows]
+    lse: In[RowVector]
+    delta: In[Ptr]
+    reference: In[Ptr]
+    factor: In[Ptr]
+    sums: Out[Ptr]
+
+
+class RelativeGradientsIO(NamedTuple):
+    """sums: as `DiagonalSumsIO` has them. drel_bias: (H, distances), dense."""
+
+    sums: In[Ptr]
+    drel_bias: Out[Ptr]
+
+
 class SinkGradientsIO(NamedTuple):
     """delta, reference and factor have the layout of lse. The last two are absent where no kernel
     computes them. sink, dsink: (H,)."""

@@ -8,6 +8,7 @@ from heedful.kernels.args.kinds import (
     Num,
     Out,
     Ptr,
+    RelativeBias,
     RowArray,
     Rows,
     ScoreArray,
@@ -54,7 +55,6 @@ class TreeMask(NamedTuple):
 class BlockLists(NamedTuple):
     """Lists of tiles, int32 (B, H, tiles, 2 + 2 width), as Operands has them: of keys by tiles of
     queries or, in `key_gradients`, the other way round; or all None. bits: (pool, SIDE, SIDE / 32).
-    tiles: of a head, where a packed sequence may be longer than the longest was said to be.
     IS_PLAIN: neither positions nor lengths hide keys of a tile that is seen whole."""
 
     ptr: In[Ptr]
@@ -64,7 +64,6 @@ class BlockLists(NamedTuple):
     stride_m: Num
     width: Num
     pool: Num
-    tiles: Num
     SIDE: Const
     IS_PLAIN: Const
 
@@ -101,10 +100,10 @@ class KeyHulls(NamedTuple):
 
 
 class ScoreMods(NamedTuple):
-    """How scores are computed from raw products, in this order: scale, softcap, ALiBi, bias. sink:
-    (H,), one more logit of each row.
+    """How scores are computed from raw products, in this order: scale, softcap, ALiBi, biases.
+    sink: (H,), one more logit of each row.
 
-    IS_ADJUSTED: scores pass through softcap, ALiBi or bias, or the scale is not positive. The
+    IS_ADJUSTED: scores pass through softcap, ALiBi or a bias, or the scale is not positive. The
     maximum must then be taken after them.
     """
 
@@ -113,6 +112,7 @@ class ScoreMods(NamedTuple):
     alibi: In[Ptr]
     stride_alibib: Num
     bias: In[ScoreArray]
+    relative: In[RelativeBias]
     sink: In[Ptr]
     HAS_SOFTCAP: Const
     IS_ADJUSTED: Const

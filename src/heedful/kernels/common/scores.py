@@ -1,6 +1,6 @@
 """From raw products q k^T to visible scores; all portable and CDNA kernels compute them here.
 
-The order is scale, softcap, ALiBi, bias, mask. Probabilities use exp2, which the hardware has as
+The order is scale, softcap, ALiBi, biases, mask. Probabilities use exp2, which the hardware has as
 one instruction. Scores without modifiers and with 16-bit inputs stay raw products, and the exponent
 folds in scale * LOG2E. All other scores are in natural units: (score - maximum) is then exact
 before it is scaled, and a lone key has a probability of exactly 1.
@@ -23,12 +23,13 @@ from heedful.kernels.common.rows import wide
 
 class HeadMods(NamedTuple):
     """The score modifiers of one head of one sequence: the scale with descales, the slope of ALiBi,
-    and where its bias, its tree mask and its ranges begin. A modifier that is absent is 0. bits:
+    and where its biases, its tree mask and its ranges begin. A modifier that is absent is 0. bits:
     the index of a tile that a block mask shows in part, else -1."""
 
     scale: Any
     slope: Any
     bias: Any
+    relative: Any
     tree: Any
     ranges: Any
     bits: Any
@@ -107,6 +108,7 @@ def head_mods(scale, b, h, params):
     """The score modifiers of query head h in sequence b. scale: of raw scores, with descales."""
     slope = 0.0
     bias = 0
+    relative = 0
     tree = 0
     ranges = 0
     if params.mods.alibi is not None:
@@ -115,11 +117,13 @@ def head_mods(scale, b, h, params):
         bias = params.mods.bias.ptr + (
             b * params.mods.bias.stride_b + h * params.mods.bias.stride_h
         )
+    if params.mods.relative.ptr is not None:
+        relative = params.mods.relative.ptr + h * params.mods.relative.stride_h
     if params.mask.tree.ptr is not None:
         tree = params.mask.tree.ptr + b * params.mask.tree.stride_b
     if params.mask.RANGES:
         ranges = head_ranges(b, h, params.mask)
-    return HeadMods(scale, slope, bias, tree, ranges, -1)
+    return HeadMods(scale, slope, bias, relative, tree, ranges, -1)
 
 
 @triton.jit
@@ -141,12 +145,22 @@ def with_descales(scale, factor, place, descales: Descales):
 
 
 @triton.jit
-def bias_tile(row0, col0, place, head, params, TRANSPOSED: tl.constexpr):
-    """The bias of a tile in float32: [M, N] or, if TRANSPOSED, [N, M]; 0 if there is no bias. Rows
-    and columns past the sequence repeat its last one: their scores are masked or never stored."""
-    if params.mods.bias.ptr is None:
-        return 0.0
-    else:
+def with_bits(head, bits):
+    """The modifiers of a head for a tile with this index of bits."""
+    return HeadMods(head.scale, head.slope, head.bias, head.relative, head.tree, head.ranges, bits)
+
+
+@triton.jit
+def bias_tile(row0, col0, distance, place, head, params, TRANSPOSED: tl.constexpr):
+    """The sum of a tile's biases in float32: [M, N] or, if TRANSPOSED, [N, M]; 0 if there is none.
+    distance: as of `adjust_scores`. Rows and columns past the sequence repeat its last one: their
+    scores are masked or never stored."""
+    b_tile = 0.0
+    if params.mods.relative.ptr is not None:
+        last = params.mods.relative.last
+        entry = tl.minimum(tl.maximum((last + 1) // 2 - distance, 0), last)
+        b_tile = tl.load(head.relative + entry).to(tl.float32)
+    if params.mods.bias.ptr is not None:
         rows = tl.minimum(tl.arange(0, params.tile.BLOCK_M), place.seq.len_q - 1 - row0)
         cols = tl.minimum(tl.arange(0, params.tile.BLOCK_N), place.seq.len_k - 1 - col0)
         stride_m, stride_n = params.mods.bias.stride_m, params.mods.bias.stride_n
@@ -155,7 +169,8 @@ def bias_tile(row0, col0, place, head, params, TRANSPOSED: tl.constexpr):
             ptrs = base + cols[:, None] * stride_n + rows[None, :] * stride_m
         else:
             ptrs = base + rows[:, None] * stride_m + cols[None, :] * stride_n
-        return tl.load(ptrs).to(tl.float32)
+        b_tile += tl.load(ptrs).to(tl.float32)
+    return b_tile
 
 
 @triton.jit
@@ -175,9 +190,9 @@ def adjust_scores(s, distance, b_tile, head, mods: ScoreMods):
         factor = mods.softcap
     if mods.alibi is not None:
         s = tl.fma(tl.abs(distance).to(tl.float32), -head.slope, s * factor)
-        if mods.bias.ptr is not None:
+        if mods.bias.ptr is not None or mods.relative.ptr is not None:
             s += b_tile
-    elif mods.bias.ptr is not None:
+    elif mods.bias.ptr is not None or mods.relative.ptr is not None:
         s = tl.fma(s, factor, b_tile)
     else:
         s = tl.fma(s, factor, 0.0)
@@ -236,7 +251,7 @@ def modified_scores(
     cols_N = col0 + tl.arange(0, params.tile.BLOCK_N)
     distance_MN = cols_N[None, :] - (rows_M + place.seq.off)[:, None]
     if IS_ADJUSTED:
-        bias_MN = bias_tile(row0, col0, place, head, params, False)
+        bias_MN = bias_tile(row0, col0, distance_MN, place, head, params, False)
         s_MN, _slope = adjust_scores(s_MN, distance_MN, bias_MN, head, params.mods)
     if IS_MASKED:
         ok_MN = visible(rows_M[:, None], cols_N[None, :], distance_MN, place, head, params.mask)
@@ -347,7 +362,7 @@ def probabilities(
     distance = cols - (rows + place.seq.off)
     slope_of_cap = 1.0
     if params.mods.IS_ADJUSTED:
-        b_tile = bias_tile(row0, col0, place, head, params, TRANSPOSED)
+        b_tile = bias_tile(row0, col0, distance, place, head, params, TRANSPOSED)
         s, slope_of_cap = adjust_scores(s, distance, b_tile, head, params.mods)
         p = exponential(s - lse, IS_EXACT)
     else:

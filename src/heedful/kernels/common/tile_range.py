@@ -10,7 +10,7 @@ from heedful.kernels.args.shared import BlockLists, Mask, Tile
 from heedful.kernels.common.block_lists import list_of, listed, step_of
 from heedful.kernels.common.key_range import key_bounds
 from heedful.kernels.common.row_ranges import range_hulls
-from heedful.kernels.common.scores import HeadMods
+from heedful.kernels.common.scores import with_bits
 
 
 class TileRange(NamedTuple):
@@ -69,7 +69,7 @@ def key_tile(visit, row, place, head, params, IS_MASKED: tl.constexpr):
         tiles_of = list_of(place.b, place.h, row, params.mask.blocks)
         len_k = place.seq.len_k
         col, bits = step_of(tiles_of, visit, len_k, params.mask.blocks, N, IS_MASKED)
-        return col, HeadMods(head.scale, head.slope, head.bias, head.tree, head.ranges, bits)
+        return col, with_bits(head, bits)
     else:
         return visit * N, head
 

@@ -133,6 +133,15 @@ def score_array(buffers: Buffers, name: str) -> kinds.ScoreArray:
     )
 
 
+def relative_bias(buffers: Buffers) -> kinds.RelativeBias:
+    """rel_bias, (H, distances)."""
+    spec = buffers.get("rel_bias")
+    if spec is None:
+        return absent(kinds.RelativeBias)
+    last = Scalar(spec.shape[1] - 1)
+    return kinds.RelativeBias(pointer(buffers, "rel_bias"), stride(spec.steps[0]), last)
+
+
 # By the declared kind of a field: the function that fills it, with or without a divisor of strides.
 _WITH_DIVISOR = {(kinds.Rows,): rows, (kinds.SplitRows,): split_rows}
 _MAKE = {
@@ -226,7 +235,6 @@ def block_lists(problem: AttentionProblem, buffers: Buffers, name: str) -> share
         width=Scalar((spec.shape[-1] - 2) // 2),
         bits=pointer(buffers, "block_bits"),
         pool=Scalar(buffers["block_bits"].shape[0]),
-        tiles=Scalar(spec.shape[2]) if problem.varlen_q or problem.varlen_k else None,
         SIDE=problem.block_mask,
         IS_PLAIN=not (problem.mask.bounded or others or problem.tree_mask),
     )
@@ -266,6 +274,7 @@ def score_mods(problem: AttentionProblem, buffers: Buffers) -> shared.ScoreMods:
         alibi=pointer(buffers, "alibi_slopes"),
         stride_alibib=stride(alibi.strides[0]) if alibi else None,
         bias=score_array(buffers, "bias"),
+        relative=relative_bias(buffers),
         sink=pointer(buffers, "sink"),
         HAS_SOFTCAP=problem.softcap > 0,
         IS_ADJUSTED=is_adjusted(problem),
@@ -280,6 +289,7 @@ def is_adjusted(problem: AttentionProblem) -> bool:
         problem.softcap > 0
         or problem.alibi
         or problem.bias
+        or problem.rel_bias
         or problem.scale <= 0
         or problem.dtype == "float32"
     )

@@ -1,8 +1,8 @@
 """Programs of the portable kernels.
 
-Buffers are named as Operands' fields, plus out, lse, probs, dout, dlse, dq, dk, dv, dbias, dsink;
-absent ones are missing from the mapping. The kernels of a KV cache and of a merge have a few other
-names, which their functions list.
+Buffers are named as Operands' fields, plus out, lse, probs, dout, dlse, and d and the name of each
+operand that has a gradient; absent ones are missing from the mapping. The kernels of a KV cache and
+of a merge have a few other names, which their functions list.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,6 +15,8 @@ from heedful.core.planning.sizes import Sizes, ceil_div, seen_entries
 from heedful.core.registry.tiles import (
     CLEAR_UNUSED,
     CLEARING_PROGRAMS,
+    DIAGONAL_GRADIENTS,
+    DIAGONAL_SUMS,
     SINK_GRADIENTS,
     PortablePartsConfig,
     RowsConfig,
@@ -308,7 +310,7 @@ def _probs_call(
 
 
 def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
-    """dq, dk, dv, and dbias and dsink where there are such buffers."""
+    """dq, dk, dv, and dbias, dsink and drel_bias where there are such buffers."""
     stored_k = None if problem.varlen_k else buffers["k"].shape[1]
     sizes = plan.sizes(direction="backward", stored_k=stored_k)
     buffers = with_scratch(buffers, sizes)
@@ -324,8 +326,8 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
 
 
 def calls_beside(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> list[KernelCall]:
-    """The other launches of a backward, after those of delta, dq, dk and dv: dbias, dsink, and rows
-    of no sequence."""
+    """The other launches of a backward, after those of delta, dq, dk and dv: dbias, dsink,
+    drel_bias, and rows of no sequence."""
     calls = []
     if problem.varlen_q:
         calls.append(clear_call(problem, buffers, "q", "dq", None))
@@ -335,6 +337,8 @@ def calls_beside(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> lis
         calls.append(_bias_gradients_call(problem, plan, buffers))
     if "dsink" in buffers:
         calls.append(_sink_gradients_call(problem, plan, buffers))
+    if "drel_bias" in buffers:
+        calls += _relative_gradients_calls(problem, plan, buffers)
     return calls
 
 
@@ -413,3 +417,38 @@ def _bias_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers
         bias=args.BiasShape(*map(Scalar, (b, h, m, n))),
         params=params(problem, blocks, buffers),
     )
+
+
+def _relative_gradients_calls(
+    problem: AttentionProblem, plan: Plan, buffers: Buffers
+) -> list[KernelCall]:
+    config, window = plan.configs["portable.scores"], DIAGONAL_SUMS.rows
+    # A window's sums are beside each tile: with the warps of a tile alone registers spill on sm_90.
+    wide = replace(config, num_warps=2 * config.num_warps)
+    divisor = shared_divisor(buffers, ("q", "k", "v", "dout"))
+    parts, heads, columns = buffers["diagonal_sums"].shape
+    sums = pointer(buffers, "diagonal_sums")
+    distances = buffers["drel_bias"].shape[1]
+    return [
+        kernel_call(
+            "backward.relative.diagonal_sums",
+            (columns // window * heads * parts, 1, 1),
+            wide,
+            io=groups.arrays(args.DiagonalSumsIO, buffers, divisor, sums=sums),
+            params=params(problem, tile(problem, config.block_m, config.block_n, divisor), buffers),
+            columns=Scalar(columns),
+            PARTS=parts,
+            WINDOW=window,
+        ),
+        kernel_call(
+            "backward.relative.relative_gradients",
+            (ceil_div(distances, DIAGONAL_GRADIENTS.rows) * heads, 1, 1),
+            DIAGONAL_GRADIENTS,
+            io=args.RelativeGradientsIO(sums, pointer(buffers, "drel_bias")),
+            shape=groups.shape(problem),
+            mask=groups.mask(problem, {}),
+            **scalars(distances=distances, columns=columns),
+            PARTS=parts,
+            BLOCK=DIAGONAL_GRADIENTS.rows,
+        ),
+    ]

@@ -31,6 +31,9 @@ def inputs(problem: AttentionProblem) -> Buffers:
             buffers[f"{name}_descale"] = make((p.batch, p.heads_k), "float32")
     if p.bias:
         buffers["bias"] = make((p.batch, p.heads_q, p.seqlen_q, p.seqlen_k), p.dtype)
+    if p.rel_bias:
+        # An entry for every distance.
+        buffers["rel_bias"] = make((p.heads_q, p.seqlen_q + p.seqlen_k + 1), p.dtype)
     if p.alibi:
         buffers["alibi_slopes"] = make((p.batch, p.heads_q), "float32")
     if p.sink:
@@ -92,6 +95,8 @@ def backward(problem: AttentionProblem) -> Buffers:
         buffers["dbias"] = buffers["bias"]
     if problem.sink:
         buffers["dsink"] = buffers["sink"]
+    if problem.rel_bias:
+        buffers["drel_bias"] = buffers["rel_bias"]
     return buffers
 
 

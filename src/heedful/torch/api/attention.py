@@ -42,6 +42,7 @@ def flash_attn_func(
     key_ranges: Tensor | None = None,
     block_mask: BlockMask | None = None,
     bias: Tensor | None = None,
+    rel_bias: Tensor | None = None,
     sink: Tensor | None = None,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
@@ -58,7 +59,7 @@ def flash_attn_func(
 ) -> Any:
     """softmax(q k^T * softmax_scale) v, without ever storing the scores.
 
-    Scores in this order: scale; `softcap * tanh(s / softcap)`; ALiBi; bias; mask; then the sink
+    Scores in this order: scale; `softcap * tanh(s / softcap)`; ALiBi; biases; mask; then the sink
     logit in the denominator. A query that sees no key gives 0 (and lse -inf, or the sink's).
 
     Args:
@@ -92,6 +93,10 @@ def flash_attn_func(
         block_mask: a `heedful.BlockMask`: tiles of queries and keys that the other masks show, too.
         bias: float, broadcastable to (batch, heads_q, seqlen_q, seqlen_k); differentiable. Or bool:
             True where a query sees a key. The call makes it a bias of 16 bits in scratch memory.
+        rel_bias: float (heads_q, distances), a bias by relative position (T5): the score of query i
+            and key j gets entry i + off - j + distances // 2, or the first or last entry where
+            there is none; off is seqlen_k - seqlen_q, of the lengths in use. Differentiable.
+            `heedful.masks.t5_bias` makes it.
         sink: float (heads_q,), a logit in every softmax's denominator, without a value (gpt-oss);
             differentiable.
         s_aux, learnable_sink: other names of sink; at most one of the three may be passed.
@@ -157,13 +162,14 @@ def flash_attn_func(
         and q_descale is None
         and k_descale is None
         and v_descale is None
-        and seqused_q is seqused_k is leftpad_k is key_ranges is block_mask is None
+        and seqused_q is seqused_k is leftpad_k is key_ranges is block_mask is rel_bias is None
     ):
         x = (Operands if dispatched else new_operands)(
             q=q,
             k=k,
             v=v,
             bias=bias,
+            rel_bias=rel_bias,
             alibi_slopes=alibi_slopes,
             sink=sink,
             seqused_q=seqused_q,
@@ -204,6 +210,7 @@ def flash_attn_varlen_func(
     key_ranges: Tensor | None = None,
     block_mask: BlockMask | None = None,
     bias: Tensor | None = None,
+    rel_bias: Tensor | None = None,
     sink: Tensor | None = None,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
@@ -289,6 +296,7 @@ def flash_attn_varlen_func(
         k=k,
         v=v,
         bias=bias,
+        rel_bias=rel_bias,
         alibi_slopes=alibi_slopes,
         sink=sink,
         cu_seqlens_q=cu_seqlens_q,

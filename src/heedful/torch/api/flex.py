@@ -52,7 +52,8 @@ def flex_attention(
     if score_mod is not None:
         raise ValueError(
             "score_mod must be None, as no function runs within the kernels, got one: softcap,"
-            " alibi_slopes and bias of flash_attn_func change scores, and a mask is a block_mask"
+            " alibi_slopes, rel_bias and bias of flash_attn_func change scores, and a mask is a"
+            " block_mask"
         )
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)

@@ -54,6 +54,7 @@ def attention_backward(
     key_ranges: Tensor | None = None,
     block_mask: BlockMask | None = None,
     bias: Tensor | None = None,
+    rel_bias: Tensor | None = None,
     sink: Tensor | None = None,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
@@ -81,8 +82,8 @@ def attention_backward(
         bias_grad: whether the gradient of a bias is computed; a bool bias has none.
 
     Returns:
-        A named tuple (dq, dk, dv, dbias, dsink), each in the shape and dtype of its input; dbias
-        and dsink are None where there is no such bias or sink, dbias also without bias_grad.
+        A named tuple (dq, dk, dv, dbias, dsink, drel_bias), each in the shape and dtype of its
+        input; the last three are None where there is no such input, dbias also without bias_grad.
 
     Raises:
         TypeError, ValueError: naming the argument, before anything is launched.
@@ -121,6 +122,7 @@ def attention_backward(
         k=k,
         v=v,
         bias=bias,
+        rel_bias=rel_bias,
         alibi_slopes=alibi_slopes,
         sink=sink,
         cu_seqlens_q=cu_seqlens_q,

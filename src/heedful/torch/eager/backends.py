@@ -262,7 +262,7 @@ class GpuBackward:
     have gradients besides dq, dk and dv. copied: names of the copied ones.
     """
 
-    __slots__ = ("copied", "kinds", "_cases", "_has_dsink", "_pick", "_run", "_sizes")
+    __slots__ = ("copied", "kinds", "_cases", "_others", "_pick", "_run", "_sizes")
 
     def __init__(self, plan: Plan, kinds: Kinds, x: Operands, out, lse, dout, dlse, laid_out=False):
         """kinds: the forward's `backwards`. laid_out: a gradient is dense, with its dims in the
@@ -278,9 +278,9 @@ class GpuBackward:
         tensors = {**inputs, "out": out, "lse": lse, "dout": dout}
         if dlse is not None:
             tensors["dlse"] = dlse
-        self._has_dsink = x.sink is not None
+        self._others = x.sink is not None, x.rel_bias is not None
         names = ["dq", "dk", "dv"] + ["dbias"] * plan.problem.bias_grad
-        names += ["dsink"] * self._has_dsink
+        names += ["dsink"] * self._others[0] + ["drel_bias"] * self._others[1]
         kind, values = of_call(plan.problem, tensors)
 
         def described(numbers) -> tuple[Plan, dict[str, ArraySpec], dict[str, ArraySpec]]:
@@ -325,7 +325,7 @@ class GpuBackward:
         case, numbers = known
         made = object.__new__(GpuBackward)
         made._cases, made._sizes, made.kinds = self._cases, self._sizes, self.kinds
-        made.copied, made._pick, made._has_dsink = self.copied, self._pick, self._has_dsink
+        made.copied, made._pick, made._others = self.copied, self._pick, self._others
         made._run = partial(case.once, numbers) if once else case.bind(numbers)
         return made
 
@@ -344,10 +344,11 @@ class GpuBackward:
         this order, if nothing is copied."""
         gradients = self._run(addresses)
         if len(gradients) == 3:
-            return _named(Gradients, (*gradients, None, None))
+            return _named(Gradients, (*gradients, None, None, None))
         dq, dk, dv, *more = gradients
-        dsink = more.pop() if self._has_dsink else None
-        return Gradients(dq, dk, dv, more.pop() if more else None, dsink)
+        drel_bias = more.pop() if self._others[1] else None
+        dsink = more.pop() if self._others[0] else None
+        return Gradients(dq, dk, dv, more.pop() if more else None, dsink, drel_bias)
 
     def _mappable(self, x: Operands, dout: torch.Tensor) -> tuple[Operands, torch.Tensor]:
         """These tensors, with copies of those for which there can be no tensor map."""

@@ -277,7 +277,7 @@ class Once(NamedTuple):
 
 # Operands that are expanded to a call's lengths, or that most calls do not have. Shifts come with
 # descales.
-_ADAPTED = ("bias", "alibi_slopes", "tree_mask", "key_ranges", "seed")
+_ADAPTED = ("bias", "rel_bias", "alibi_slopes", "tree_mask", "key_ranges", "seed")
 _ADAPTED += ("block_rows", "q_descale", "k_descale", "v_descale")
 _adapted = itemgetter(*(Operands._fields.index(name) for name in _ADAPTED))
 _OPERANDS = tuple(enumerate(Operands._fields))
@@ -369,12 +369,12 @@ def attend(q, k, v, x: Any, options: Options, out, seed, otherwise: Callable[...
             PLAIN.of(base)
         call = make(key, x, options, gradients_wanted(x), out, seed, base)
         if key is None and call.wants_grad:
-            return Attention.apply(call, x, seed, q, k, v, x.bias, x.sink)
+            return Attention.apply(call, x, seed, q, k, v, x.bias, x.sink, x.rel_bias)
     # It is run.
     if x is None:
         x = _new(Operands, (q, k, v, *ABSENT))
     if call.wants_grad:
-        return _apply(call, x, seed, q, k, v, x.bias, x.sink)
+        return _apply(call, x, seed, q, k, v, x.bias, x.sink, x.rel_bias)
     if out is not None:
         tensors = named_tensors(x, options, out, seed)
         call.apart.check([tensor.data_ptr() for _, tensor in tensors])
@@ -485,8 +485,8 @@ class Attention(Function):
     """Attention under eager autograd."""
 
     @staticmethod
-    def forward(ctx, call: Call, x: Operands, seed, q, k, v, bias, sink):
-        """q, k, v, bias and sink are those of x: autograd sees only arguments."""
+    def forward(ctx, call: Call, x: Operands, seed, q, k, v, bias, sink, rel_bias):
+        """q, k, v, bias, sink and rel_bias are those of x: autograd sees only arguments."""
         ctx.set_materialize_grads(False)
         operands = x
         if not call.plain:
@@ -520,10 +520,10 @@ class Attention(Function):
         if gradients is None:
             needed = ctx.needs_input_grad
             gradients = backwards(saved, dout, dlse, needed[4] or needed[5])
-        dq, dk, dv, dbias, dsink = gradients
+        dq, dk, dv, dbias, dsink, drel_bias = gradients
         if dbias is not None:
             dbias = on_own_thread(bias_gradient, dbias, ctx.bias)
-        return None, None, None, dq, dk, dv, dbias, dsink
+        return None, None, None, dq, dk, dv, dbias, dsink, drel_bias
 
 
 _apply = bare_apply(Attention)

@@ -124,13 +124,14 @@ class Backwards:
             longest = {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}
             options = options._replace(**longest)
         bias_grad = self._runner.problem.bias_grad
-        dq, dk, dv, dbias, dsink = torch.ops.heedful.attention_v4_backward.default(
+        dq, dk, dv, *more = torch.ops.heedful.attention_v5_backward.default(
             dout, dlse, *saved[-2:], *x, *options, bias_grad, kv_grad
         )
         if not kv_grad:
             dk = dv = None
-        dbias = dbias if bias_grad else None
-        return Gradients(dq, dk, dv, dbias, dsink if x.sink is not None else None)
+        wanted = bias_grad, x.sink is not None, x.rel_bias is not None
+        others = [grad if is_wanted else None for grad, is_wanted in zip(more, wanted, strict=True)]
+        return Gradients(dq, dk, dv, *others)
 
     def _of_any(self, tensors: tuple, dlse, kv_grad: bool, slot: int) -> Gradients | None:
         """The gradients of tensors of any layout; None if dout is not bare."""

@@ -13,7 +13,7 @@ from heedful.torch.base.forked import on_own_thread
 from heedful.torch.operands.checks import FLOATS
 
 _ROWS = ("q", "k", "v", *LENGTHS, "block_table")
-_ROWS += ("sink", "alibi_slopes", "tree_mask", "key_ranges")
+_ROWS += ("sink", "rel_bias", "alibi_slopes", "tree_mask", "key_ranges")
 _ROWS += ("block_rows", "block_keys", "block_bits")
 _INDEX = {name: index for index, name in enumerate(Operands._fields)}
 _new = tuple.__new__

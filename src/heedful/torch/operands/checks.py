@@ -114,13 +114,14 @@ def check_dtype(name: str, tensor: Tensor, *wanted: str) -> None:
 
 def requires_gradients(x: Operands) -> bool:
     """Whether an operand that has a gradient requires one; operands may be anything."""
-    bias, sink = x.bias, x.sink
+    bias, sink, rel_bias = x.bias, x.sink, x.rel_bias
     return (
         x.q.requires_grad
         or x.k.requires_grad
         or x.v.requires_grad
         or (isinstance(bias, Tensor) and bias.requires_grad)
         or (isinstance(sink, Tensor) and sink.requires_grad)
+        or (isinstance(rel_bias, Tensor) and rel_bias.requires_grad)
     )
 
 

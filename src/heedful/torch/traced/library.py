@@ -1,5 +1,5 @@
 """The same calls as operators of torch's dispatcher: for torch.compile, functorch transforms, fake
-tensors and subclasses. `torch.ops.heedful.attention_v4` and its backward share validation, planning
+tensors and subclasses. `torch.ops.heedful.attention_v5` and its backward share validation, planning
 and runners with the eager path; this file only describes them to the dispatcher.
 """
 
@@ -63,13 +63,13 @@ _OPTIONS = ", ".join(f"{_TYPES[name]} {name}" for name in Options._fields)
 # name. So does `inference`, whose code calls attention under a transform.
 LIBRARY = torch.library.Library("heedful", "DEF")
 _SCHEMAS = (
-    f"attention_v4({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
+    f"attention_v5({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
     " -> (Tensor out, Tensor lse, Tensor probs)",
-    f"attention_v4_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS},"
+    f"attention_v5_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS},"
     f" {_OPTIONS}, bool bias_grad, bool kv_grad)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink, Tensor drel_bias)",
     # A cache that is not extended, and a prefix before it: see api/prefix.py.
-    f"prefixed_attention_v3(Tensor k_prefix, Tensor v_prefix, {_OPERANDS}, {_OPTIONS})"
+    f"prefixed_attention_v4(Tensor k_prefix, Tensor v_prefix, {_OPERANDS}, {_OPTIONS})"
     " -> (Tensor out, Tensor lse)",
     # A second derivative, which raises when it is computed: it can be traced where it is not
     # wanted.
@@ -79,8 +79,8 @@ _SCHEMAS = (
     # Dense attention of which only the output is wanted. The dispatcher's time for each argument is
     # a tenth of a call's. So inference does not pass 34 arguments, and only four if all others have
     # their defaults.
-    "inference_v3(Tensor q, Tensor k, Tensor v, bool causal=False) -> Tensor out",
-    "inference_v3.options(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal,"
+    "inference_v4(Tensor q, Tensor k, Tensor v, bool causal=False) -> Tensor out",
+    "inference_v4.options(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal,"
     " int[] window_size, float softcap, int num_splits, str? backend) -> Tensor out",
 )
 for _schema in _SCHEMAS:
@@ -98,7 +98,7 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
             take_shards()
     if x is None:
         if out is None and seed is None and is_compiling() and _is_usual(q, k, v, options):
-            return torch.ops.heedful.inference_v3.default(q, k, v, options.causal)
+            return torch.ops.heedful.inference_v4.default(q, k, v, options.causal)
         x = Operands(q, k, v)
     check_tensors(x, options)
     plain, seed = plain_options(options), plain_seed(seed, x.q.device)
@@ -121,8 +121,8 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
         check_own_out(out, x.q, wants_grad)
         check_out(*map(abstract_spec, (out, x.q, x.v)))
     if out is None and not wants_grad and _is_bare(x, plain):
-        return torch.ops.heedful.inference_v3.options(*x[:3], *_inference_arguments(plain))
-    result, lse, probs = torch.ops.heedful.attention_v4.default(*x, *plain, wants_grad)
+        return torch.ops.heedful.inference_v4.options(*x[:3], *_inference_arguments(plain))
+    result, lse, probs = torch.ops.heedful.attention_v5.default(*x, *plain, wants_grad)
     if out is not None:
         if out.dtype != result.dtype:
             # A copy would not have what rounding took.
@@ -170,8 +170,10 @@ def differentiate(
     if not is_compiling():
         _check_saved(_problem(x, plain, bias_grad), saved)
     args = (*saved, *x, *plain, bias_grad, True)
-    dq, dk, dv, dbias, dsink = torch.ops.heedful.attention_v4_backward.default(*args)
-    return Gradients(dq, dk, dv, dbias if bias_grad else None, None if x.sink is None else dsink)
+    dq, dk, dv, *more = torch.ops.heedful.attention_v5_backward.default(*args)
+    wanted = bias_grad, x.sink is not None, x.rel_bias is not None
+    pairs = zip(more, wanted, strict=True)
+    return Gradients(dq, dk, dv, *(grad if is_wanted else None for grad, is_wanted in pairs))
 
 
 def _has_gradient(bias: Tensor | None) -> bool:
@@ -269,7 +271,7 @@ def _attention_fake(*args):
     )
 
 
-# Arguments of heedful::inference_v3.options after v: all others have their defaults.
+# Arguments of heedful::inference_v4.options after v: all others have their defaults.
 _INFERENCE = ("softmax_scale", "causal", "window_size", "softcap", "num_splits", "backend")
 
 
@@ -289,8 +291,8 @@ def _usual_options(causal=False) -> Options:
     return _USUAL[causal]
 
 
-# By overload of inference_v3: what makes Options from its arguments after q, k and v.
-_OVERLOADS = {"inference_v3": _usual_options, "inference_v3.options": _inference_options}
+# By overload of inference_v4: what makes Options from its arguments after q, k and v.
+_OVERLOADS = {"inference_v4": _usual_options, "inference_v4.options": _inference_options}
 
 
 def _made(q, k, v, x: Operands, options: Options, out, seed):
@@ -343,11 +345,11 @@ def _backward_fake(dout, dlse, out, lse, *args):
     x, options, (bias_grad, kv_grad) = split(args)
     _check_saved(_problem(x, options, bias_grad), (dout, dlse, out, lse))
     empty = x.q.new_empty
+    others = x.bias if bias_grad else None, x.sink, x.rel_bias
     return (
         empty(x.q.shape),
         *(empty(t.shape if kv_grad else 0, dtype=t.dtype) for t in (x.k, x.v)),
-        empty(x.bias.shape, dtype=x.bias.dtype) if bias_grad else empty(0),
-        empty(x.sink.shape, dtype=x.sink.dtype) if x.sink is not None else empty(0),
+        *(empty(0) if t is None else empty(t.shape, dtype=t.dtype) for t in others),
     )
 
 
@@ -374,8 +376,8 @@ def take_shards() -> None:
 @cache
 def _take_shards() -> None:
     rules = {
-        "attention_v4": sharded.attend,
-        "attention_v4_backward": sharded.differentiate,
+        "attention_v5": sharded.attend,
+        "attention_v5_backward": sharded.differentiate,
         "second_backward": lambda op, args: sharded.twice(op, *args),
         **{name: partial(_inference_of_shards, of) for name, of in _OVERLOADS.items()},
     }
@@ -400,20 +402,20 @@ def _autocasting(name: str, count: int, device_type: str):
 
 
 for _name, _kernel, _fake in (
-    ("attention_v4", _attention, _attention_fake),
-    ("attention_v4_backward", _backward, _backward_fake),
+    ("attention_v5", _attention, _attention_fake),
+    ("attention_v5_backward", _backward, _backward_fake),
     ("second_backward", _second_backward, _second_backward_fake),
     ("kept_seed", _kept_seed, torch.empty_like),
 ):
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"heedful::{_name}", _fake)
-torch.library.register_vmap("heedful::attention_v4", attention_vmap)
-torch.library.register_vmap("heedful::attention_v4_backward", backward_vmap)
+torch.library.register_vmap("heedful::attention_v5", attention_vmap)
+torch.library.register_vmap("heedful::attention_v5_backward", backward_vmap)
 torch.library.register_vmap("heedful::kept_seed", seed_vmap)
 keep_result(torch.ops.heedful.kept_seed.default)
-LIBRARY.impl("attention_v4", partial(attention_autograd, _attention), "Autograd", with_keyset=True)
+LIBRARY.impl("attention_v5", partial(attention_autograd, _attention), "Autograd", with_keyset=True)
 LIBRARY.impl(
-    "attention_v4_backward", partial(backward_autograd, _backward), "Autograd", with_keyset=True
+    "attention_v5_backward", partial(backward_autograd, _backward), "Autograd", with_keyset=True
 )
 for _name, _options_of in _OVERLOADS.items():
     _op = _overload(_name)
@@ -423,6 +425,6 @@ for _name, _options_of in _OVERLOADS.items():
     torch.library.register_vmap(f"heedful::{_name}", partial(inference_vmap, _op))
 for _device in ("cpu", "cuda"):
     # q, k, v and the bias of the one; q, k, v of the others.
-    for _name, _tensors in (("attention_v4", 4), ("inference_v3", 3), ("inference_v3.options", 3)):
+    for _name, _tensors in (("attention_v5", 4), ("inference_v4", 3), ("inference_v4.options", 3)):
         _cast = _autocasting(_name, _tensors, _device)
         LIBRARY.impl(_name, _cast, f"Autocast{_device.upper()}")

@@ -25,6 +25,7 @@ _BATCH, _HEADS, _WHOLE = "batch", "heads", ""
 # The axes of the dims of arrays, from the last dim: b batch, h heads, - anything else.
 _OF_ANY = {
     "bias": "bh--",
+    "rel_bias": "h-",
     "alibi_slopes": "bh",
     "sink": "h",
     "q_descale": "bh",
@@ -218,7 +219,7 @@ class Spread:
 
 
 def attend(op, args: tuple):
-    """heedful::attention_v4 of DTensors."""
+    """heedful::attention_v5 of DTensors."""
     x, options, (needs_grad,) = split(args)
     spread = Spread(x, options, (needs_grad, False))
     problem = spread.problem
@@ -234,14 +235,14 @@ def attend(op, args: tuple):
 
 
 def infer(op, x: Operands, options: Options, rest: tuple):
-    """An overload of heedful::inference_v3, of q, k, v and the rest, of DTensors."""
+    """An overload of heedful::inference_v4, of q, k, v and the rest, of DTensors."""
     spread = Spread(x, options, (False, False))
     out = op(*spread.operands(x)[:3], *rest)
     return spread.whole("out", out, spread.problem.out_shape)
 
 
 def differentiate(op, args: tuple):
-    """heedful::attention_v4_backward of DTensors."""
+    """heedful::attention_v5_backward of DTensors."""
     dout, dlse, out, lse, *rest = args
     x, options, (bias_grad, kv_grad) = split(tuple(rest))
     spread = Spread(x, options, (True, bias_grad))
@@ -255,7 +256,8 @@ def differentiate(op, args: tuple):
         bias_grad,
         kv_grad,
     )
-    wanted = {"q": True, "k": kv_grad, "v": kv_grad, "bias": bias_grad, "sink": x.sink is not None}
+    wanted = {"q": True, "k": kv_grad, "v": kv_grad, "bias": bias_grad}
+    wanted |= {name: getattr(x, name) is not None for name in ("sink", "rel_bias")}
     return tuple(
         spread.whole(name, grad, getattr(x, name).shape, is_sum=True)
         if wanted[name]

@@ -93,7 +93,8 @@ def test_a_compiled_call_gives_what_the_eager_call_gives_at_any_length(keywords)
 
 
 def test_a_compiled_packed_call_gives_what_the_eager_call_gives():
-    built = build(Case(varlen="qk", batch=3, causal=True, sink=True, bias="bhqk"))
+    case = Case(varlen="qk", batch=3, causal=True, sink=True, bias="bhqk", rel_bias=9)
+    built = build(case)
     keywords = keywords_of(built)
     out, lse, *_ = api.call(built, api._leaves(replace(built, dout=None)))
 

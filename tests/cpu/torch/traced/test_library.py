@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import heedful.torch as heedful
 from heedful.core.call.operands import Operands
 
-ATTENTION = torch.ops.heedful.attention_v4.default
+ATTENTION = torch.ops.heedful.attention_v5.default
 ABSENT = (None,) * (len(Operands._fields) - 3)
 
 
@@ -201,10 +201,11 @@ def operator_arguments(kind: str) -> tuple:
         return (*dense(), *ABSENT, "dense", None, None, *options, True)
     tensors = inputs((5, 4, 16), (7, 2, 16), (7, 2, 8))
     if kind == "varlen":
-        lengths = (None, None, None, ints(0, 2, 5), ints(0, 3, 7), *(None,) * 16)
+        lengths = (*(None,) * 4, ints(0, 2, 5), ints(0, 3, 7), *(None,) * 16)
         return (*tensors, *lengths, "varlen", 3, 4, *options, True)
     bias, sink, seed = torch.randn(5, 7, requires_grad=True), *inputs((4,)), torch.tensor([3])
-    extras = (bias, torch.rand(4), sink, *(None,) * 12, seed, *(None,) * 5)
+    relative = torch.randn(4, 9, requires_grad=True)
+    extras = (bias, relative, torch.rand(4), sink, *(None,) * 12, seed, *(None,) * 5)
     return (*dense(), *extras, "dense", None, None, 0.3, *options[1:], True)
 
 
@@ -218,7 +219,7 @@ def test_the_operator_passes_opcheck(kind):
     [("default", ()), ("default", (True,)), ("options", (0.3, True, (2, 0), 1.5, 1, "cpu"))],
 )
 def test_the_inference_operators_pass_opcheck(overload, options):
-    op = getattr(torch.ops.heedful.inference_v3, overload)
+    op = getattr(torch.ops.heedful.inference_v4, overload)
     torch.library.opcheck(op, (*dense(grad=False), *options))
 
 
@@ -240,17 +241,17 @@ def test_a_compiled_call_for_the_output_alone_passes_few_arguments():
     q, k, v = dense(grad=False)
     causal = partial(heedful.flash_attn_func, causal=True)
     for function in (heedful.flash_attn_func, causal):
-        assert "heedful.inference_v3.default" in graph_of(function, q, k, v)
-        assert "heedful.inference_v3" not in graph_of(function, *dense())
+        assert "heedful.inference_v4.default" in graph_of(function, q, k, v)
+        assert "heedful.inference_v4" not in graph_of(function, *dense())
     capped = partial(heedful.flash_attn_func, softcap=2.0)
-    assert "heedful.inference_v3.options" in graph_of(capped, q, k, v)
+    assert "heedful.inference_v4.options" in graph_of(capped, q, k, v)
     others: list[dict[str, Any]] = [
         {"return_lse": True},
         {"sink": torch.zeros(4)},
         {"dropout_p": 0.5},
     ]
     for more in others:
-        assert "heedful.inference_v3" not in graph_of(
+        assert "heedful.inference_v4" not in graph_of(
             partial(heedful.flash_attn_func, **more), q, k, v
         )
 
@@ -265,7 +266,7 @@ def test_the_inference_operator_runs_under_vmap_and_autocast_when_compiled():
     assert_same(compiled(torch.func.vmap(attention))(*many), torch.func.vmap(attention)(*many))
     with torch.autocast("cpu", torch.bfloat16):
         assert_same(compiled(attention)(q, k, v), attention(q, k, v))
-        low = torch.ops.heedful.inference_v3(q, k, v)
+        low = torch.ops.heedful.inference_v4(q, k, v)
     assert low.dtype == torch.bfloat16
 
 
@@ -275,7 +276,7 @@ def test_the_backward_operator_passes_opcheck():
     out, lse, _ = ATTENTION(*args, False)
     cotangents = torch.randn_like(out), torch.randn_like(lse)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    op = torch.ops.heedful.attention_v4_backward.default
+    op = torch.ops.heedful.attention_v5_backward.default
     for kv_grad in (True, False):
         wanted = (False, kv_grad)
         torch.library.opcheck(op, (*cotangents, out, lse, *args, *wanted), test_utils=tests)
@@ -452,7 +453,7 @@ def test_autocast_casts_q_k_v_and_bias(way):
                 (0, 0, 0, 0),
                 True,
             )
-            extras = (bias, None, sink, *ABSENT[3:])
+            extras = (bias, None, None, sink, *ABSENT[4:])
             got = ATTENTION(q, k, v, *extras, "dense", None, None, *options)[0]
         else:
             got = (compiled(attention) if way == "compiled" else attention)(q, k, v, bias)

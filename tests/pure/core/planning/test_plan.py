@@ -291,7 +291,7 @@ def test_every_feature_has_words_and_a_problem_that_asks_for_it():
     asks: dict[str, dict] = {
         name: {name: True}
         for name in (
-            *("alibi", "bias", "sink", "tree_mask", "kv_batch_idx", "leftpad_k"),
+            *("alibi", "bias", "rel_bias", "sink", "tree_mask", "kv_batch_idx", "leftpad_k"),
             *("return_lse", "return_probs", "bias_grad"),
         )
     }

@@ -1,1 +1,1 @@
-"""Gradients of queries, keys, values, bias and sinks. May import `portable.shared`."""
+"""Gradients of queries, keys, values, biases and sinks. May import `portable.shared`."""

@@ -17,11 +17,11 @@ from heedful.kernels.args.shared import PortableParams
 from heedful.kernels.common.block_lists import list_of, listed, step_of
 from heedful.kernels.common.rows import load_rows, row_base, store_rows
 from heedful.kernels.common.scores import (
-    HeadMods,
     head_mods,
     plus_product,
     probabilities,
     product_of_rows,
+    with_bits,
 )
 from heedful.kernels.common.sequences import place_of
 from heedful.kernels.common.tile_range import TileRange, query_tiles
@@ -137,8 +137,7 @@ def key_gradients(io: KeyGradientsIO, params: PortableParams, IS_GQA: tl.constex
                 lse_M = tl.load(io.reference + places_M, mask=exists_M, other=float("inf"))
             else:
                 lse_M = tl.load(io.reference + places_M)
-            mods = head_mods(params.mods.scale, b, h, params)
-            head = HeadMods(mods.scale, mods.slope, mods.bias, mods.tree, mods.ranges, bits)
+            head = with_bits(head_mods(params.mods.scale, b, h, params), bits)
             # S^T = K Q^T
             p_NM, slope_of_cap = probabilities(
                 q_MD, k_ND, lse_M, row0, col0, place, head, params, masked == 1, True

@@ -100,4 +100,4 @@ def head_of(times, head_M, place, params):
         slope = tl.load(slopes)[:, None]
     if params.mask.tree.ptr is not None:
         tree = params.mask.tree.ptr + place.b * params.mask.tree.stride_b
-    return HeadMods(scale, slope, 0, tree, 0, -1), factor
+    return HeadMods(scale, slope, 0, 0, tree, 0, -1), factor
