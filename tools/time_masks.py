@@ -2,7 +2,7 @@
 
 Times masks by key_ranges beside the calls that they may replace, forward and backward, in one
 process, one call of each in turn; and what a new mask costs on the device. --lists: block masks
-instead, forward, of which some rows are first compared with float32. It prints tables of
+instead, of which some results are first compared with float32. It prints tables of
 measurements/hopper-forward.md and hopper-backward.md. --warm: runs every call once, to compile it.
 """
 
@@ -54,10 +54,20 @@ def within_documents(ids):
 
 def flexed(x: list[torch.Tensor], shows: Any) -> Call:
     """FlexAttention of the same tensors, its mask made beforehand."""
+    n = x[0].shape[1]
+    return flexed_by(x, flex.create_block_mask(shows, None, None, n, n, device="cuda"))
+
+
+def flexed_by(x: list[torch.Tensor], mask: flex.BlockMask) -> Call:
     q, k, v = (t.transpose(1, 2) for t in x[:3])
-    mask = flex.create_block_mask(shows, None, None, q.shape[2], q.shape[2], device="cuda")
     compiled = torch.compile(flex.flex_attention, dynamic=False)
-    return lambda: compiled(q, k, v, block_mask=mask).transpose(1, 2)
+    # Its kernels' own tiles may have 128 rows, and do not divide smaller ones of a mask.
+    tiles: Any = {
+        **{name: 64 for name in ("BLOCK_M", "BLOCK_N", "BLOCK_N1", "BLOCK_M2")},
+        **{name: 32 for name in ("BLOCK_M1", "BLOCK_N2")},
+    }
+    options = tiles if mask.BLOCK_SIZE[0] == 64 else None
+    return lambda: compiled(q, k, v, block_mask=mask, kernel_options=options).transpose(1, 2)
 
 
 def triangle(n: int) -> int:
@@ -147,8 +157,9 @@ def seen_by(mask: BlockMask, head: int, tile: int) -> torch.Tensor:
 
 
 def compared(x: list[torch.Tensor], mask: BlockMask, out: torch.Tensor) -> None:
-    """Raises AssertionError where rows of a few tiles differ from float32."""
-    q, k, v, _ = x
+    """Raises AssertionError where rows of a few tiles differ from float32, or their dQ."""
+    q, k, v, dout = x
+    (dq,) = torch.autograd.grad(out, q, dout, retain_graph=True)
     rng = random.Random(3)
     for _ in range(3):
         head, tile = rng.randrange(q.shape[2]), rng.randrange(mask.rows.shape[2])
@@ -156,8 +167,13 @@ def compared(x: list[torch.Tensor], mask: BlockMask, out: torch.Tensor) -> None:
         of_kv = head * k.shape[2] // q.shape[2]
         scores = q[0, rows, head].float() @ k[0, :, of_kv].float().T * q.shape[-1] ** -0.5
         scores = scores.masked_fill(~seen_by(mask, head, tile), float("-inf"))
-        want = torch.softmax(scores, -1).nan_to_num(0.0) @ v[0, :, of_kv].float()
+        probs = torch.softmax(scores, -1).nan_to_num(0.0)
+        want = probs @ v[0, :, of_kv].float()
         torch.testing.assert_close(out[0, rows, head].float(), want, atol=0.01, rtol=0.02)
+        into = dout[0, rows, head].float()
+        ds = probs * (into @ v[0, :, of_kv].float().T - (into * want).sum(-1, keepdim=True))
+        want = ds @ k[0, :, of_kv].float() * q.shape[-1] ** -0.5
+        torch.testing.assert_close(dq[0, rows, head].float(), want, atol=0.01, rtol=0.02)
 
 
 def some_tiles(heads: int, n: int, side: int, each: int) -> BlockMask:
@@ -175,8 +191,21 @@ def diagonal_tiles(n: int, side: int) -> BlockMask:
     )
 
 
-def listed(heads: int, dim: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """`problems` of block masks, forward alone. "plain" sees all keys."""
+def as_flex(mask: BlockMask) -> flex.BlockMask:
+    """FlexAttention's mask of lists of whole tiles."""
+    counts, tiles = mask.rows[..., 0].contiguous(), mask.rows[..., 2::2].contiguous()
+    return flex.BlockMask.from_kv_blocks(
+        torch.zeros_like(counts),
+        tiles,
+        counts,
+        tiles,
+        BLOCK_SIZE=mask.side,
+        seq_lengths=(mask.seqlen_q, mask.seqlen_k),
+    )
+
+
+def listed(heads: int, dim: int, wants_flex: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`problems` of block masks. "plain" sees all keys."""
 
     def of(x: list[torch.Tensor], mask: BlockMask, pairs: int) -> tuple:
         call = attention(x, block_mask=mask, backend="hopper")
@@ -184,15 +213,22 @@ def listed(heads: int, dim: int) -> Iterator[tuple[str, dict[str, Any]]]:
         return x, call, pairs
 
     n = 32768
-    x = [t.detach() for t in inputs(1, n, heads, dim)]
+    x = inputs(1, n, heads, dim)
     plain = (x, attention(x), n * n)
-    quarter = of(x, some_tiles(heads, n, 128, n // 512), n * n // 4)
-    yield f"1 x {n}, a quarter of tiles of 128, a list a head", {"plain": plain, "lists": quarter}
-    few = of(x, some_tiles(heads, n, 64, 64), n * 64 * 64)
-    yield f"1 x {n}, 64 tiles of 64, a list a head", {"plain": plain, "lists": few}
+    kinds = {
+        f"1 x {n}, a quarter of tiles of 128, a list a head": (128, n // 512),
+        f"1 x {n}, 64 tiles of 64, a list a head": (64, 64),
+    }
+    for what, (side, each) in kinds.items():
+        mask = some_tiles(heads, n, side, each)
+        pairs = n * each * side
+        calls = {"plain": plain, "lists": of(x, mask, pairs)}
+        if wants_flex:
+            calls["flex"] = (x, flexed_by(x, as_flex(mask)), pairs)
+        yield what, calls
 
     n = 16384
-    y = [t.detach() for t in inputs(1, n, heads, dim)]
+    y = inputs(1, n, heads, dim)
     plain, causal = (y, attention(y), n * n), (y, attention(y, causal=True), triangle(n))
     for side in (128, 64):
         full = of(y, some_tiles(1, n, side, n // side), n * n)
@@ -202,7 +238,8 @@ def listed(heads: int, dim: int) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"1 x {n}, the causal mask by tiles of {side}", calls
     bounded = some_tiles(1, n, 128, n // 128)
     both = attention(y, causal=True, block_mask=bounded, backend="hopper")
-    yield f"1 x {n}, all tiles of 128 and causal", {"plain": plain, "lists": (y, both, n * n)}
+    calls = {"causal": causal, "lists": (y, both, triangle(n))}
+    yield f"1 x {n}, all tiles of 128 and causal", calls
 
 
 def packed(x: list[torch.Tensor], cu: torch.Tensor, longest: int) -> torch.Tensor:
@@ -228,17 +265,14 @@ def timed(runs: dict[str, Call], rounds: int) -> dict[str, float]:
     return {name: median(a.elapsed_time(b) for a, b in pairs) for name, pairs in taken.items()}
 
 
-def directions(
-    calls: dict[str, Any], has_backward: bool
-) -> Iterator[tuple[str, dict[str, Call], int]]:
+def directions(calls: dict[str, Any]) -> Iterator[tuple[str, dict[str, Call], int]]:
     def backward(x, call) -> Call:
         out = call()
         dout = torch.randn_like(out)
         return lambda: torch.autograd.grad(out, x[:3], dout, retain_graph=True)
 
     yield "forward", {name: call for name, (_, call, _) in calls.items()}, 4
-    if has_backward:
-        yield "backward", {name: backward(x, call) for name, (x, call, _) in calls.items()}, 10
+    yield "backward", {name: backward(x, call) for name, (x, call, _) in calls.items()}, 10
 
 
 def device_time(call: Call) -> float:
@@ -294,11 +328,11 @@ def main() -> None:
     for dim in map(int, given.dims.split(",")):
         kinds = problems(given.heads, dim, given.flex)
         if given.lists:
-            kinds = listed(given.heads, dim)
+            kinds = listed(given.heads, dim, given.flex)
         for number, (what, calls) in enumerate(kinds):
             if given.only not in what or (given.warm >= 0 and number != given.warm):
                 continue
-            for direction, runs, products in directions(calls, not given.lists):
+            for direction, runs, products in directions(calls):
                 found = timed(runs, 1 if given.warm >= 0 else given.rounds)
                 rates = {
                     name: products * calls[name][2] * given.heads * dim / ms / 1e9

@@ -144,6 +144,18 @@ def test_words_of_rows_with_key_ranges_take_no_registers_in_the_loop(head_dim, r
     assert_step_is_sound(call, LEAST_OF_A_TENSOR - 1)
 
 
+LISTED = [(128, 128, False), (128, 64, True), (64, 128, True), (64, 64, False), (96, 128, True)]
+
+
+@pytest.mark.parametrize(
+    "head_dim, side, causal",
+    [pytest.param(*v, marks=[] if v == LISTED[0] else [pytest.mark.slow]) for v in LISTED],
+)
+def test_words_of_rows_with_a_block_mask_take_no_registers_in_the_loop(head_dim, side, causal):
+    call = main_call(head_dim=head_dim, block_mask=side, causal=causal)
+    assert_step_is_sound(call, LEAST_OF_A_TENSOR - 1)
+
+
 def assert_step_is_sound(call, reloads: int = MOST_RELOADS) -> None:
     made = compiler.artifact(call, DEVICE.arch)
     assert made.shared_bytes <= DEVICE.shared_bytes

@@ -1,6 +1,7 @@
-"""Block masks by the Hopper forward: against the float64 oracle, and beside the portable kernels
+"""Block masks by the Hopper kernels: against the float64 oracle, and beside the portable kernels
 where lists are no lists."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -33,6 +34,9 @@ KINDS = [
     replace(LONG, used="k", leftpad_k=True, causal=True, block_mask=64),
     replace(LONG, used="k", page_size=64, ranges_of="bh"),
     replace(LONG, heads_q=8, heads_k=1, ranges_of="h", layout="heads_first"),
+    replace(LONG, varlen="qk", ranges_of="bh"),
+    replace(LONG, varlen="qk", used="qk", block_mask=64, head_dim=64, causal=True),
+    replace(LONG, varlen="q", page_size=64, ranges_of="h", batch=3),
 ]
 SIZES = [{}, {"seqlen_q": 300, "seqlen_k": 129}, {"seqlen_q": 30, "seqlen_k": 1100}, {"batch": 5}]
 
@@ -43,6 +47,31 @@ def test_the_hopper_forward_is_within_its_budget(case):
         runner = Prepared("hopper")
         run(runner, replace(case, **sizes, seed=case.seed + seed), "cuda")
         assert runner.plan.backend == "hopper"
+
+
+GRADIENTS = [
+    replace(LONG, ranges_of="bh"),
+    replace(LONG, block_mask=64, ranges_of="h"),
+    replace(LONG, head_dim=64, causal=True, ranges_of="b"),
+    replace(LONG, head_dim=64, block_mask=64, ranges_of="bh", dtype="float16"),
+    replace(LONG, block_mask=64, window=(200, 60), ranges_of="", sink=True),
+    replace(LONG, head_dim=64, window=(-1, 100), ranges_of="h", softcap=3.0),
+    replace(LONG, causal=True, softcap=3.0, ranges_of="bh", lse_grad=False),
+    replace(LONG, head_dim=96, heads_q=8, heads_k=1, ranges_of="h"),
+    replace(LONG, head_dim=40, block_mask=64, heads_k=4, ranges_of="h", layout="heads_first"),
+    replace(LONG, seqlen_q=3000, seqlen_k=200, block_mask=64, ranges_of="bh"),
+    replace(LONG, scale=8.0, ranges_of="h"),
+    replace(LONG, varlen="qk", ranges_of="bh", causal=True),
+    replace(LONG, varlen="qk", batch=4, block_mask=64, head_dim=64, ranges_of=""),
+]
+
+
+@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+def test_gradients_of_the_hopper_kernels_are_within_their_budget(case):
+    for seed, sizes in enumerate(SIZES):
+        runner = Prepared("hopper")
+        run(runner, replace(case, **sizes, backward=True, seed=case.seed + seed), "cuda")
+        assert runner.plan.backward == "hopper"
 
 
 @pytest.mark.parametrize("head_dim, side", [(128, 128), (64, 64)])
@@ -60,6 +89,23 @@ def shown(kind: str, length: int) -> torch.Tensor:
     if kind == "dilated":
         return ((i - j) % 3 == 0) & (i // 128 != 2)
     return (i // 700 == j // 700) | ((i + j) % 977 == 0)
+
+
+@pytest.mark.parametrize("kind", ["causal", "dilated", "documents"])
+@pytest.mark.parametrize("head_dim, side", [(128, 128), (128, 64), (64, 128), (64, 64)])
+def test_gradients_of_long_sequences_agree_with_a_bias(kind, head_dim, side):
+    length = 4096
+    made = torch.randn(4, 1, length, 4, head_dim, device="cuda").bfloat16()
+    q, k, v = (x.requires_grad_() for x in (made[0], *made[1:3, :, :, :2]))
+    mask = shown(kind, length)
+    lists = BlockMask.of(mask[None, None], side=side)
+    outs = (
+        heedful.flash_attn_func(q, k, v, bias=mask),
+        heedful.flash_attn_func(q, k, v, block_mask=lists, backend="hopper"),
+    )
+    found = [torch.autograd.grad(out, (q, k, v), made[3]) for out in outs]
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, atol=0.03, rtol=0.03)
 
 
 @pytest.mark.parametrize("kind", ["causal", "dilated", "documents"])
@@ -96,6 +142,68 @@ def test_lists_of_any_numbers_are_bounded_as_the_portable_kernels_bound_them(sid
         ]
         for got, want in zip(*found, strict=True):
             torch.testing.assert_close(got, want, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("side", [64, 128])
+def test_gradients_of_lists_of_any_numbers_stay_within_memory(side):
+    """They mean nothing; the call ends, and the next one is right."""
+    length = 1000
+    made = torch.Generator("cuda").manual_seed(side)
+    q, k, v = torch.randn(3, 2, length, 2, 128, device="cuda").bfloat16().unbind(0)
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    for most in (2**31 - 1, 40):
+        shape = (2, 2, -(-length // side), 2 + 2 * 9)
+        rows, keys = torch.randint(
+            -most - 1, most, (2, *shape), generator=made, device="cuda"
+        ).int()
+        pool = torch.randint(-(2**31), 2**31 - 1, (5, side, side // 32), device="cuda").int()
+        mask = BlockMask(rows, keys, pool, length, length)
+        out = heedful.flash_attn_func(q, k, v, block_mask=mask, backend="hopper")
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        torch.cuda.synchronize()
+    run(Prepared("hopper"), replace(LONG, backward=True, block_mask=side), "cuda")
+
+
+PROBLEMS, OF_A_TEST = 1000, 20
+
+
+def drawn(number: int) -> tuple[str, Case]:
+    """A backend and a problem, by its number. Few kinds of kernels, any sizes, lists and bits."""
+    rng = random.Random(4747 + number)
+    pick = rng.choice
+    causal, window = pick(((False, (-1, -1)), (True, (-1, -1)), (False, (100, 30))))
+    storage, group = pick(("", "", "", "qk", "paged")), pick((1, 2))
+    paged = storage == "paged"
+    case = Case(
+        batch=rng.randint(1, 3),
+        seqlen_q=rng.randint(1, 700),
+        seqlen_k=rng.randint(1, 700),
+        heads_q=2 * group,
+        heads_k=2,
+        head_dim=pick((64, 128)),
+        dtype="bfloat16",
+        causal=causal,
+        window=window,
+        block_mask=pick((64, 128)),
+        ranges_of=pick(("", "b", "h", "bh")),
+        page_size=16 if paged else 0,
+        used="k" if paged else "",
+        varlen="" if paged else storage,
+        backward=not paged,
+        seed=number,
+    )
+    return ("portable" if number % 4 == 3 else "hopper"), case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, PROBLEMS, OF_A_TEST))
+def test_random_problems_are_within_their_budget(first):
+    for number in range(first, first + OF_A_TEST):
+        backend, case = drawn(number)
+        try:
+            run(Prepared(backend), case, "cuda")
+        except AssertionError as error:
+            raise AssertionError(f"problem {number}, {backend}: {case}") from error
 
 
 def test_a_captured_call_reads_the_lists_of_its_replay():

@@ -25,6 +25,8 @@ from support.hopper.backward_memory import Reading, Scores, Span, Sums, Tensors,
 from support.hopper.hosted import Barrier, Host, Int, Machine, Pointer, Row
 
 BLOCK_N, GROUP, CONSUMERS, KEYS = 128, 2, 2, 64
+# Queries and keys of a tile of a block mask.
+SIDE = 128
 STAGES = 2
 # Functions that a test may have leave out a step: see `Device.skips`.
 PLACES = {
@@ -55,7 +57,8 @@ class Words(tuple):
 @dataclass(frozen=True)
 class Sizes:
     """lengths: queries and keys of each sequence. runs: of each 64 queries of the only sequence,
-    the one or two runs of keys that they see by key_ranges."""
+    the one or two runs of keys that they see by key_ranges. listed: of each key tile of the only
+    sequence, the tiles of 128 queries of its list, and how many of them need a mask."""
 
     lengths: tuple[tuple[int, int], ...]
     heads_k: int = 2
@@ -64,6 +67,7 @@ class Sizes:
     packed: bool = False
     l2_heads: int = 1
     runs: tuple[tuple[tuple[int, int], ...], ...] = ()
+    listed: tuple[tuple[tuple[int, ...], int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -176,6 +180,7 @@ class Device:
                 HAS_LEFT=s.left is not None,
                 HAS_RIGHT=s.right is not None,
                 RANGES=max(map(len, s.runs)) if s.runs else None,
+                blocks=SimpleNamespace(SIDE=SIDE if s.listed else None),
                 left=Int(s.left or 0),
                 right=Int(s.right or 0),
             ),
@@ -191,6 +196,7 @@ class Device:
                 partial_rows=Int(self.partial_rows),
                 splits=Int(self.splits),
                 hulls=self.hulls(),
+                lists=self.lists(),
             ),
             tile=SimpleNamespace(
                 BLOCK_M=self.tile.block_m,
@@ -221,6 +227,23 @@ class Device:
         of_keys = SimpleNamespace(key_hulls=Pointer(keys), entries=None, blocks=Int(0))
         return SimpleNamespace(
             of_keys=of_keys, query_hulls=Pointer([*map(Int, queries)]), entries=None
+        )
+
+    def lists(self):
+        """The lists of visits as the kernel ahead of this one stores them, which heads share."""
+        each = 2 + 2 * SIDE
+        numbers = []
+        for tiles, masked in self.sizes.listed:
+            entries = [n for tile in tiles for n in (tile, 0)]
+            numbers += [len(tiles), masked, *entries, *(0 for _ in range(each - 2 - len(entries)))]
+        return SimpleNamespace(
+            visits=Pointer([*map(Int, numbers)]),
+            stride_b=Int(0),
+            stride_h=Int(0),
+            stride_n=Int(each),
+            blocks=Int(len(self.sizes.listed)),
+            list_heads=Int(1),
+            shared=Int(GROUP),
         )
 
     def runs_of(self, block: int) -> list[int]:
@@ -288,9 +311,16 @@ class Device:
     def load_bounds(self, params, tile, head, row):
         return int(tile.batch), int(head), int(row)
 
+    def list_words(self, index, rows, col, params, tile):
+        """Those of 32 keys, by whose tile they are."""
+        return Words((int(tile.batch), int(rows), int(tile.col)))
+
     def check_words(self, words, tile, rows):
         """Those of a mask belong to the rows and keys that they mask."""
-        assert words == (*rows, int(tile.col)) or not self.sizes.runs
+        if self.sizes.listed:
+            assert words == (rows[0], rows[2], int(tile.col))
+        else:
+            assert words == (*rows, int(tile.col)) or not self.sizes.runs
 
     def mma(self, left, right, sums, use_acc=True, is_async=False):
         assert is_async
@@ -375,7 +405,10 @@ class Device:
     def probabilities(self, s, numbers, blocks, params, tile, number, dtype, consumer, masked):
         ((k, q),) = s.made
         head, block = self.host.turned(tile_file.query_tile)(params, tile, blocks, Int(number))
-        assert masked or blocks.full_begin <= block < blocks.full_end
+        place = block
+        if self.sizes.listed:
+            place = Int(number) % blocks.end
+        assert masked or blocks.full_begin <= place < blocks.full_end
         batch, row = int(tile.batch), int(block) * self.tile.block_m
         at_q = self.box(batch, head, tile.seq.token_q, tile.seq.stored_q, row)
         col = tile.col + consumer * KEYS
@@ -384,7 +417,7 @@ class Device:
         lse, *words = numbers
         for of_rows in words:
             self.check_words(of_rows, tile, rows)
-        assert len(words) == bool(masked and self.sizes.runs)
+        assert len(words) == bool(masked and (self.sizes.runs or self.sizes.listed))
         assert (k, q, lse) == (("k", at_k), ("q", at_q), ("lse", *rows))
         key_tile = batch, int(tile.kv_head), int(tile.col) // BLOCK_N
         return Scores("p", key_tile, (int(head), int(block)), consumer, at_q, at_k, rows)
@@ -452,6 +485,8 @@ class Device:
                 "load_numbers": self.load_numbers,
                 "load_bounds": self.load_bounds,
                 "range_words": lambda bounds, rows, params, tile: Words((*bounds, int(tile.col))),
+                "list_words": self.list_words,
+                "inline_asm": lambda *args: Int(self.machine.now % 2),
                 "any_far": lambda x: self.far,
                 "dout_scale": lambda *rows: 1,
                 "scale_rows": lambda box, scale: None,

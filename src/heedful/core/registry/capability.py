@@ -339,6 +339,7 @@ def _hopper_backward(name: str, features: set[str], max_dim: int, *more: Gate) -
         direction="backward",
         max_dim=max_dim,
         gates=(*_TMA_GATES, gates.aligned_draws, gates.near_softcap, *more),
+        unrun=frozenset({"block_mask"} & features),
     )
 
 
@@ -497,7 +498,13 @@ VARIANTS: tuple[Variant, ...] = (
         configs=("portable.forward", "portable.scores"),
         program="heedful.launch.bind.portable",
     ),
-    _hopper_backward("backward", {*_HELD, "deterministic"}, 128, gates.equal_head_dims),
+    _hopper_backward(
+        "backward",
+        {*_HELD, "deterministic", "block_mask"},
+        128,
+        gates.equal_head_dims,
+        gates.lists_of_the_hopper_backward,
+    ),
     # Consumers add to dQ themselves, and take no turns.
     _hopper_backward("pair", set(), 192, gates.above_128, gates.values_to_128),
     _hopper_backward("wide", _HELD, 256, gates.above_128, gates.room_for_dropout),

@@ -358,6 +358,7 @@ ROWS: list[ConfigRow] = [
     _hopper_fp8(256, (128, 64, 4, 2), consumer_regs=240),
     # In a fixed order a tile waits for those of lower numbers, which must have begun: so they are
     # drawn.
+    _hopper_backward(64, (64, 128, 4, 2), where.lists_of_64, _FITS, **_DRAWN),
     _hopper_backward(64, (64, 128, 4, 2), where.holds_more_in_order, _FITS, draws=True),
     _hopper_backward(64, (128, 128, 4, 2), where.in_order, _FITS, draws=True, splits=0),
     _hopper_backward(128, (64, 128, 4, 2), where.in_order, _FITS, draws=True, splits=0),

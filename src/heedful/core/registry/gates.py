@@ -4,6 +4,7 @@ dtypes, features, head dims) are not here.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from heedful.core.base.device import DeviceSpec
 from heedful.core.call.problem import (
@@ -132,19 +133,23 @@ def ranges_without_leading_keys(problem: AttentionProblem, device: DeviceSpec) -
 
 def lists_of_the_hopper_forward(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     """A consumer has 64 rows. Steps of a list know their keys where they mask, and no earlier."""
+    beside = {"leading keys": problem.mask.first, "ALiBi": problem.alibi, "a bias": problem.bias}
+    return _lists_beside(problem, beside)
+
+
+def lists_of_the_hopper_backward(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Key tiles of a list are added to dQ in any order."""
+    return _lists_beside(problem, {"deterministic": problem.deterministic})
+
+
+def _lists_beside(problem: AttentionProblem, others: dict[str, Any]) -> str | None:
+    """Why a Hopper kernel does not take a block mask. others: what it does not take beside one."""
     if not problem.block_mask:
         return None
     if problem.block_mask < CONSUMER_ROWS:
         return f"a block mask of {problem.block_mask} rows a tile: takes 64 and 128"
-    beside = {
-        "packed sequences": problem.varlen_q or problem.varlen_k,
-        "key ranges": problem.key_ranges,
-        "leading keys": problem.mask.first,
-        "ALiBi": problem.alibi,
-        "a bias": problem.bias,
-        "dropout": problem.dropout_p,
-    }
-    words = ", ".join(name for name, is_there in beside.items() if is_there)
+    others = {"key ranges": problem.key_ranges, **others, "dropout": problem.dropout_p}
+    words = ", ".join(name for name, is_there in others.items() if is_there)
     return f"a block mask beside {words}" if words else None
 
 

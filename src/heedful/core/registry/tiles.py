@@ -339,10 +339,10 @@ class HopperBackwardConfig(TileConfig):
     splits: int = 1
 
     def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
-        # Bits of dropout change their layout through shared memory, which two stages of wide keys
-        # would fill.
-        drops = problem.dropout_p > 0 and problem.head_dim > 64
-        return replace(self, k_stages=1) if drops else self
+        # Two stages of wide keys would fill shared memory, through which bits of dropout change
+        # their layout, and where the words of a block mask lie.
+        more = problem.dropout_p > 0 or problem.block_mask > 0
+        return replace(self, k_stages=1) if more and problem.head_dim > 64 else self
 
 
 def backward_dim(dim: int) -> int:

@@ -59,6 +59,33 @@ class QueryHullIO(NamedTuple):
     entries: Num
 
 
+class BackwardLists(NamedTuple):
+    """visits: int32, which query tiles visit a key tile, see hopper/backward/list_visits.py; its
+    strides are those of batch entries, KV heads and key tiles. blocks: key tiles of a head.
+    list_heads: query heads that a list is of. shared: query heads of a KV head that have the same
+    list. All are None without a block mask."""
+
+    visits: In[Ptr]
+    stride_b: Num
+    stride_h: Num
+    stride_n: Num
+    blocks: Num
+    list_heads: Num
+    shared: Num
+
+
+class ListVisitsIO(NamedTuple):
+    """heads: KV heads that have lists of their own. Others: as in BackwardLists."""
+
+    visits: Out[Ptr]
+    stride_b: Num
+    stride_h: Num
+    stride_n: Num
+    blocks: Num
+    list_heads: Num
+    heads: Num
+
+
 class HopperBackwardOrder(NamedTuple):
     """Which work tiles there are, and in which order. A work tile is a key tile of a KV head.
 
@@ -72,7 +99,7 @@ class HopperBackwardOrder(NamedTuple):
     partial_rows: keys of a head in them, where each sequence is rounded up to whole tiles. All
     three are None if nothing is split.
 
-    hulls: of rows with key_ranges; else its fields are None.
+    hulls: of rows with key_ranges; else its fields are None. lists: of a block mask.
     """
 
     tiles: Num
@@ -86,6 +113,7 @@ class HopperBackwardOrder(NamedTuple):
     partials: Out[Ptr]
     partial_rows: Num
     hulls: BackwardHulls
+    lists: BackwardLists
 
 
 class HopperBackwardTile(NamedTuple):

@@ -55,6 +55,7 @@ class TreeMask(NamedTuple):
 class BlockLists(NamedTuple):
     """Lists of tiles, int32 (B, H, tiles, 2 + 2 width), as Operands has them: of keys by tiles of
     queries or, in `key_gradients`, the other way round; or all None. bits: (pool, SIDE, SIDE / 32).
+    tiles: of a head, where a packed sequence may be longer than the longest was said to be.
     IS_PLAIN: neither positions nor lengths hide keys of a tile that is seen whole."""
 
     ptr: In[Ptr]
@@ -64,6 +65,7 @@ class BlockLists(NamedTuple):
     stride_m: Num
     width: Num
     pool: Num
+    tiles: Num
     SIDE: Const
     IS_PLAIN: Const
 

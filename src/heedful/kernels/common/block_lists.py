@@ -16,8 +16,10 @@ from heedful.kernels.args.shared import BlockLists
 @triton.jit
 def list_of(b, h, row, blocks: BlockLists):
     """Where the list of the tile that holds row (or key) `row` begins."""
-    entry = b * blocks.stride_b + h * blocks.stride_h
-    return blocks.ptr + (entry + (row // blocks.SIDE) * blocks.stride_m)
+    tile = row // blocks.SIDE
+    if blocks.tiles is not None:
+        tile = tl.minimum(tile, blocks.tiles - 1)
+    return blocks.ptr + (b * blocks.stride_b + h * blocks.stride_h + tile * blocks.stride_m)
 
 
 @triton.jit

@@ -235,6 +235,7 @@ def block_lists(problem: AttentionProblem, buffers: Buffers, name: str) -> share
         width=Scalar((spec.shape[-1] - 2) // 2),
         bits=pointer(buffers, "block_bits"),
         pool=Scalar(buffers["block_bits"].shape[0]),
+        tiles=Scalar(spec.shape[2]) if problem.varlen_q or problem.varlen_k else None,
         SIDE=problem.block_mask,
         IS_PLAIN=not (problem.mask.bounded or others or problem.tree_mask),
     )

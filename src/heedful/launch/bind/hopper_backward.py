@@ -1,9 +1,11 @@
 """Programs of the Hopper backward. The prologue computes delta and clears the sums of dQ; the main
 kernel computes dK, dV and these sums; the epilogue makes dQ from them."""
 
+from dataclasses import replace
+
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import Plan
-from heedful.core.planning.sizes import LaunchSizes, Sizes
+from heedful.core.planning.sizes import LaunchSizes, Sizes, Workspace, ceil_div
 from heedful.core.registry.tiles import (
     CONSUMER_ROWS,
     HopperBackwardConfig,
@@ -15,7 +17,7 @@ from heedful.kernels.args import hopper_backward as args
 from heedful.kernels.args.kinds import Rows
 from heedful.launch.bind import groups, hopper_groups, portable
 from heedful.launch.bind import hopper_maps as maps
-from heedful.launch.bind.groups import Buffers, number, pointer, with_scratch
+from heedful.launch.bind.groups import Buffers, number, pointer, stride, with_scratch
 from heedful.launch.spec import KernelCall, KernelRef, Pointer, Program, Scalar, absent
 
 # Warps of prologue and epilogue: their time is that of the bytes, which they read and write once.
@@ -27,6 +29,7 @@ _MODULES = {
     "backward_wide": "wide",
     "backward_epilogue": "dq.epilogue",
     "query_hulls": "query_hulls",
+    "list_visits": "list_visits",
 }
 # The tile in which far rows are computed again. Few calls have far rows, so it is small. For other
 # rows, the same registers hold more of out and dout on their way.
@@ -40,11 +43,16 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
     kernel = plan.variant_of("backward").configs[0]
     config = plan.configs[kernel]
     assert isinstance(config, HopperBackwardConfig)
+    if problem.block_mask:
+        visits = _visits(problem, config, buffers)
+        sizes = replace(sizes, workspaces=(*sizes.workspaces, visits))
     buffers = with_scratch(buffers, sizes)
     calls = [_schedule_call(problem, config, sizes, buffers)] if problem.varlen_k else []
     if problem.key_ranges:
         calls.append(hopper_groups.hulls_call(problem, sizes, buffers))
         calls.append(_query_hulls_call(problem, config, sizes, buffers))
+    if problem.block_mask:
+        calls.append(_list_visits_call(problem, config, buffers))
     calls += [
         _prologue_call(problem, config, sizes, buffers),
         _backward_call(problem, kernel, config, sizes, buffers),
@@ -124,6 +132,59 @@ def _query_hulls_call(
     }
     grid = (launch.numbers["blocks"] * problem.batch * heads, 1, 1)
     return KernelCall(_kernel("query_hulls"), grid, parameters, {"num_warps": _ROWS_WARPS})
+
+
+def _list_heads(problem: AttentionProblem, buffers: Buffers) -> int:
+    """Query heads that a list of visits is of: of a KV head if they have lists of their own."""
+    return problem.group if buffers["block_keys"].steps[1] else 1
+
+
+def _visits(problem: AttentionProblem, config: HopperBackwardConfig, buffers: Buffers) -> Workspace:
+    """Room for the lists of query tiles that visit a key tile, see `args.BackwardLists`."""
+    keys = buffers["block_keys"]
+    is_packed = problem.varlen_q or problem.varlen_k
+    batch = problem.batch if is_packed or keys.steps[0] else 1
+    heads = problem.heads_k if keys.steps[1] else 1
+    boxes = config.block_n // problem.block_mask
+    visits = (keys.shape[-1] - 2) // 2 * boxes * _list_heads(problem, buffers)
+    shape = batch, heads, ceil_div(keys.shape[2], boxes), 2 + visits * (1 + boxes)
+    return Workspace.of("visits", *shape, dtype="int32")
+
+
+def _lists(problem: AttentionProblem, buffers: Buffers) -> args.BackwardLists:
+    """The group of a block mask's lists."""
+    if not problem.block_mask:
+        return absent(args.BackwardLists)
+    b, h, n, _ = buffers["visits"].steps
+    list_heads = _list_heads(problem, buffers)
+    return args.BackwardLists(
+        pointer(buffers, "visits"),
+        stride(b),
+        stride(h),
+        stride(n),
+        blocks=Scalar(buffers["visits"].shape[2]),
+        list_heads=Scalar(list_heads),
+        shared=Scalar(problem.group // list_heads),
+    )
+
+
+def _list_visits_call(
+    problem: AttentionProblem, config: HopperBackwardConfig, buffers: Buffers
+) -> KernelCall:
+    """The launch that lists which query tiles visit a key tile."""
+    lists = _lists(problem, buffers)
+    batch, heads, blocks, _ = buffers["visits"].shape
+    parameters = {
+        "io": args.ListVisitsIO(*lists[:6], heads=Scalar(heads)),
+        "seqs": groups.sequences(problem, buffers),
+        "shape": groups.shape(problem),
+        "mask": groups.mask(problem, buffers)._replace(
+            blocks=groups.block_lists(problem, buffers, "block_keys")
+        ),
+        "BLOCK_N": config.block_n,
+    }
+    grid = (batch * heads * blocks, 1, 1)
+    return KernelCall(_kernel("list_visits"), grid, parameters, {"num_warps": _ROWS_WARPS})
 
 
 def _hulls(
@@ -235,6 +296,7 @@ def _backward_call(
                 **groups.scalars(**launch.numbers) | _splits(buffers),
                 **_scratch(buffers, "partials"),
                 hulls=_hulls(problem, sizes.launches.get("hopper.query_hulls"), buffers),
+                lists=_lists(problem, buffers),
             ),
             tile=groups.constants(
                 args.HopperBackwardTile,
@@ -256,7 +318,8 @@ def _shares_code(problem: AttentionProblem, config: HopperBackwardConfig, kernel
     would pass its bits between warps, other head dims and key_ranges have not been measured, and
     deterministic and packed calls have not run so on hardware."""
     is_measured = problem.head_dim == problem.head_dim_v and problem.head_dim in (64, 128)
-    plain = not (problem.dropout_p or problem.key_ranges or problem.deterministic)
+    plain = not (problem.dropout_p or problem.key_ranges or problem.block_mask)
+    plain = plain and not problem.deterministic
     plain = plain and not (problem.varlen_q or problem.varlen_k)
     plain = plain and config.block_m == CONSUMER_ROWS and kernel == "hopper.backward"
     return bool(problem.softcap) and is_measured and plain

@@ -18,6 +18,7 @@ from support.hopper.backward_roles import (
     CONSUMERS,
     GROUP,
     KEYS,
+    SIDE,
     STAGES,
     Device,
     Sizes,
@@ -47,6 +48,12 @@ RUNS = [
     (((0, 640),), NONE, ((500, 600),), NONE, ((0, 640),)),
 ]
 RANGED = [Sizes(((300, 640),), runs=runs, right=right) for runs in RUNS for right in (None, 0)]
+# Tiles that need a mask come first.
+LISTS = [
+    (((2, 0, 1), 1), ((), 0), ((0,), 0), ((1, 2), 2), ((3, 1, 0, 2), 3)),
+    (((), 0), ((0, 1, 2, 3), 0), ((1,), 1), ((), 0), ((2, 3), 0)),
+]
+LISTED = [Sizes(((500, 640),), listed=lists) for lists in LISTS]
 # Of 128 columns, of them with dropout, of 64.
 TILES = [Tile(), Tile(k_stages=1), Tile(block_m=128, dim=64)]
 
@@ -105,7 +112,14 @@ class Checked(Device):
                 of_split.append([ds.query_tile for ds, _ in dk])
             assert of_split[0] == of_split[1]
             visits += of_split[0]
-        assert visits == sorted(set(visits))
+        assert len(visits) == len(set(visits))
+        if self.sizes.listed:
+            steps = SIDE // self.tile.block_m
+            tiles, _ = self.sizes.listed[block]
+            of_head = [tile * steps + step for tile in tiles for step in range(steps)]
+            assert visits == [(head * GROUP + r, m) for r in range(GROUP) for m in of_head]
+        else:
+            assert visits == sorted(visits)
         return visits
 
     def check_query_tile(self, b, head, block) -> list[tuple[int, int, int]]:
@@ -158,6 +172,8 @@ class Checked(Device):
             low = 0 if s.left is None else max(0, row + keys - rows - s.left)
             high = keys - 1 if s.right is None else min(keys - 1, row + keys - rows + s.right)
             wanted |= {(b, kv_head, tile) for tile in range(low // BLOCK_N, high // BLOCK_N + 1)}
+        if s.listed:
+            return
         if s.runs:
             wanted = {(b, kv_head, tile) for tile in self.runs_of(block)}
         assert wanted <= set(seen)
@@ -195,6 +211,16 @@ def test_every_tile_is_made_once_and_nobody_waits_for_ever(
     device = Checked(
         sizes, min(programs, 14), draws, in_turns, seed, splits=splits, tile=TILES[seed]
     )
+    device.run()
+    device.check()
+
+
+@pytest.mark.parametrize("sizes", LISTED, ids=str)
+@pytest.mark.parametrize("programs, splits", [(99, 1), (3, 1), (3, 3), (99, 5)])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_key_tile_is_made_of_the_query_tiles_of_its_list(sizes, programs, splits, seed):
+    tile = TILES[seed % len(TILES)]
+    device = Checked(sizes, min(programs, 14), True, False, seed, splits=splits, tile=tile)
     device.run()
     device.check()
 

@@ -41,6 +41,7 @@ def hosted(numbers: list[int], keys: int, side: int, block_n: int, plain: bool, 
         stride_m=Int(2 + 2 * WIDTH),
         width=Int(WIDTH),
         pool=Int(POOL),
+        tiles=None,
         SIDE=side,
         IS_PLAIN=plain,
     )

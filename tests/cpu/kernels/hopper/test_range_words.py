@@ -1,7 +1,6 @@
 """key_ranges in the Hopper backward as words of rows: the words that the producer makes, and the
 assembly by which a thread hides probabilities, done one instruction after the other."""
 
-import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 from heedful.kernels.hopper.backward import mask
+from support.hopper.assembly import executed
 from support.hopper.hosted import Host
 
 KEYS = 128
@@ -37,34 +37,6 @@ def words_of(bounds, rows, col: int, ranges: int, **window):
     tile = SimpleNamespace(col=col, seq=SimpleNamespace(off=window["off"], len_k=window["len_k"]))
     made = Host({"gl": Arrays}).turned(mask.range_words)(bounds, rows, params, tile)
     return made.astype(np.int64).astype(np.uint32)
-
-
-INSTRUCTIONS = {
-    "add.s32": lambda a, b: (a + b) & 0xFFFFFFFF,
-    "not.b32": lambda a: a ^ 0xFFFFFFFF,
-    "and.b32": lambda a, b: a & b,
-    "shr.u32": lambda a, b: a >> b,
-    "setp.eq.s32": lambda a, b: a == b,
-    "setp.ne.s32": lambda a, b: a != b,
-    "selp.f32": lambda a, b, c: a if c else b,
-}
-
-
-def executed(text: str, registers: list[int]) -> list[int]:
-    """The registers of a thread after this assembly, which has no loops."""
-    values = {f"${i}": value for i, value in enumerate(registers)}
-
-    def value(name: str):
-        if name == "0f00000000":
-            return 0
-        return int(name, 0) if name[0].isdigit() else values[name]
-
-    for line in text.removeprefix("{").removesuffix("}").split(";"):
-        if not line.strip() or line.strip().startswith(".reg"):
-            continue
-        kind, target, *sources = re.split(r"[\s,]+", line.strip())
-        values[target] = INSTRUCTIONS[kind](*map(value, sources))
-    return [values[f"${i}"] for i in range(len(registers))]
 
 
 def key_bytes(key: int, ranges: int) -> int:

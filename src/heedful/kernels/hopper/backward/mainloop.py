@@ -69,7 +69,7 @@ def visit_probabilities(
     layout: gl.constexpr = gl.SliceLayout(
         0, scores_layout(dtype, params.tile.BLOCK_M, gl.num_warps())
     )
-    rows = row_numbers(shared, params, visit % params.tile.Q_STAGES, layout, MASKED)
+    rows = row_numbers(shared, params, visit % params.tile.Q_STAGES, CONSUMER, layout, MASKED)
     return queued_probabilities(s_NM, rows, blocks, params, tile, number, dtype, CONSUMER, MASKED)
 
 

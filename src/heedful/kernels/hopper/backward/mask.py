@@ -5,6 +5,9 @@ it is seen. A range [a, b) of the tile's keys, each bound at most 128, has the b
 Those of key k are k and 127 - k. Both sums have their highest bit set if a <= k < b, and none
 carries into the next byte. Two ranges have four bytes. The producer makes the words, and they lie
 beside the log-sum-exps.
+
+With a block mask, a query has a bit for each key: a word for every 32 keys of the key tile, which
+all keys of a warp are among. These, too, are the producer's.
 """
 
 from triton.experimental import gluon
@@ -82,6 +85,54 @@ def hide_by_words(p_NM, words_M, params, CONSUMER):
     text: gl.constexpr = _hidden_by_words(M, RANGES)
     operands: gl.constexpr = _words_in_place(M)
     return inline_asm(text, operands, [p_NM, words_M, bytes_N], p_NM.type, is_pure=True)
+
+
+@gluon.constexpr_function
+def _hidden_by_bits(queries):
+    """Assembly: 0 for probabilities of a thread's two keys whose bit in the query's word is 0."""
+    count = queries // 2
+    lines = ["{ .reg .pred p; .reg .b32 t;"]
+    for i in range(count):
+        row, query = i // 2 % 2, i // 4 * 2 + i % 2
+        bit = f"${2 * count + count // 2 + row}"
+        lines.append(f"and.b32 t, ${2 * count + query}, {bit}; setp.ne.s32 p, t, 0;")
+        lines.append(f"selp.f32 ${i}, ${i}, 0f00000000, p;")
+    return " ".join(lines) + " }"
+
+
+@gluon.jit
+def hide_by_bits(p_NM, words_M):
+    """As `hide_queries`, for queries of which a bit of these words tells whether they see a key: of
+    the 32 keys that this thread's are among."""
+    M: gl.constexpr = p_NM.shape[1]
+    key_N = gl.arange(0, ROWS, layout=gl.SliceLayout(1, p_NM.type.layout))
+    text: gl.constexpr = _hidden_by_bits(M)
+    operands: gl.constexpr = _words_in_place(M)
+    return inline_asm(text, operands, [p_NM, words_M, 1 << (key_N % 32)], p_NM.type, is_pure=True)
+
+
+@gluon.jit
+def bits_below(count_M):
+    """A word whose lowest bits are set, so many of the 32."""
+    return gl.where(count_M > 31, -1, (1 << gl.minimum(gl.maximum(count_M, 0), 31)) - 1)
+
+
+@gluon.jit
+def list_words(index, rows_M, col, params, tile):
+    """The words of queries and the 32 keys from `col` on: which of them the query sees by the tile
+    of bits of this index, and by position."""
+    blocks = params.mask.blocks
+    SIDE: gl.constexpr = blocks.SIDE
+    WORDS: gl.constexpr = SIDE // 32
+    place_M = rows_M + tile.seq.off - col
+    at = blocks.bits + gl.maximum(index, 0).to(gl.int64) * (SIDE * WORDS) + col % SIDE // 32
+    words_M = gl.load(at + rows_M % SIDE * WORDS, mask=(index >= 0) & (rows_M >= 0), other=-1)
+    words_M = gl.where(index < -1, 0, words_M) & bits_below(tile.seq.len_k - col + 0 * rows_M)
+    if params.mask.HAS_RIGHT:
+        words_M &= bits_below(place_M + params.mask.right + 1)
+    if params.mask.HAS_LEFT:
+        words_M &= ~bits_below(place_M - params.mask.left)
+    return words_M
 
 
 @gluon.jit

@@ -174,7 +174,7 @@ def probabilities(shared, visit, params, tile, CONSUMER: gl.constexpr):
     s_NM = warpgroup_mma_wait(0, deps=[s_NM])
     p_NM = gl.exp2(s_NM * params.mods.scale_log2)
     if params.mask.RANGES:
-        words_M = load_words(shared, params, q_state.index, rows)
+        words_M = load_words(shared, params, q_state.index, CONSUMER, rows)
         p_NM = hide_by_words(p_NM, words_M, params, CONSUMER)
     else:
         row = read_number(shared.rows.index(q_state.index))

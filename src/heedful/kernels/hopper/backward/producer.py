@@ -17,10 +17,11 @@ from heedful.kernels.hopper.backward.dq.sums import (
     wait_until_read,
 )
 from heedful.kernels.hopper.backward.far_rows import any_far, is_far, scale_rows
-from heedful.kernels.hopper.backward.mask import range_words
-from heedful.kernels.hopper.backward.shared import SHARES, adders
+from heedful.kernels.hopper.backward.mask import list_words, range_words
+from heedful.kernels.hopper.backward.shared import SHARES, adders, word_count, words_of
 from heedful.kernels.hopper.backward.tile import (
     key_tile,
+    listed_visit,
     m_block_range,
     next_index,
     query_tile,
@@ -50,7 +51,9 @@ def load_numbers(ptr, io, params, tile, head, row, other):
 @gluon.jit
 def load_bounds(params, tile, head, row):
     """The bounds of key_ranges of query rows from `row` on, two or four of each; else none."""
-    if params.mask.RANGES:
+    if params.mask.blocks.SIDE:
+        return ()
+    elif params.mask.RANGES:
         ranges = params.mask.ranges
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         base = ranges.ptr + tile.batch.to(gl.int64) * ranges.stride_b
@@ -68,14 +71,31 @@ def load_bounds(params, tile, head, row):
 
 
 @gluon.jit
-def store_words(shared, bounds, params, tile, row, state):
+def store_bits(shared, params, tile, blocks, visit, first, row, state):
+    """`store_words` by a block mask, if the visit is its work tile's first or needs a mask."""
+    SIDE: gl.constexpr = params.mask.blocks.SIDE
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    _ahead, place, entry = listed_visit(params, tile, blocks, visit)
+    if (place < blocks.full_begin) | (visit == first):
+        barrier.wait(shared.q.empty.index(state.index), state.phase ^ 1)
+        rows_M = row + gl.arange(0, params.tile.BLOCK_M, layout=layout)
+        for i in range(word_count(params)):
+            index = gl.load(entry + 1 + i * 32 // SIDE)
+            words_M = list_words(index, rows_M, tile.col + i * 32, params, tile)
+            words_of(shared, params, state.index, i).store(words_M.to(gl.float32, bitcast=True))
+
+
+@gluon.jit
+def store_words(shared, bounds, params, tile, blocks, visit, first, row, state):
     """Stores the words of query rows beside their tile, once its stage is empty."""
-    if params.mask.RANGES:
+    if params.mask.blocks.SIDE:
+        store_bits(shared, params, tile, blocks, visit, first, row, state)
+    elif params.mask.RANGES:
         barrier.wait(shared.q.empty.index(state.index), state.phase ^ 1)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         rows_M = row + gl.arange(0, params.tile.BLOCK_M, layout=layout)
         words_M = range_words(bounds, rows_M, params, tile).to(gl.float32, bitcast=True)
-        shared.lse.index(params.tile.Q_STAGES + state.index).store(words_M)
+        words_of(shared, params, state.index, 0).store(words_M)
 
 
 @gluon.jit
@@ -199,7 +219,7 @@ def load_tile(io, shared, params, tile, blocks, first, end, states, kv_count):
                 load_v(io, shared, params, tile, kv_count)
         if TELLS_PLACES:
             tell_place(shared, params, tile, head, row, q_state)
-        store_words(shared, bounds, params, tile, row, q_state)
+        store_words(shared, bounds, params, tile, blocks, visit, first, row, q_state)
         load_rows(io.q, shared.q, shared.lse, lse_M, params, tile, head, row, q_state)
         if visit == first:
             if K_AHEAD:

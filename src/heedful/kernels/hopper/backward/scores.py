@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.common.philox import kept_quads, origin_of
-from heedful.kernels.hopper.backward.mask import hide_by_words, hide_queries
+from heedful.kernels.hopper.backward.mask import hide_by_bits, hide_by_words, hide_queries
 from heedful.kernels.hopper.backward.tile import query_tile
 from heedful.kernels.hopper.sm90.mma import ROWS
 from heedful.kernels.hopper.sm90.pairs import bfloat16_pairs, from_pairs, to_pairs
@@ -64,12 +64,15 @@ def queued_probabilities(
     if params.mods.HAS_SOFTCAP:
         s_NM = apply_softcap(s_NM, params.mods.softcap_scale)
         slopes = (to_pairs(1.0 - s_NM * s_NM, dtype),)
-    if (MASKED and not params.mask.RANGES) or params.dropout.IS_ON:
+    BY_WORDS: gl.constexpr = params.mask.RANGES or params.mask.blocks.SIDE
+    if (MASKED and not BY_WORDS) or params.dropout.IS_ON:
         head, block = query_tile(params, tile, blocks, number)
         row = block * params.tile.BLOCK_M
     p_NM = gl.exp2(s_NM * params.mods.scale_log2 - rows[0][None, :])
     if MASKED:
-        if params.mask.RANGES:
+        if params.mask.blocks.SIDE:
+            p_NM = hide_by_bits(p_NM, rows[1])
+        elif params.mask.RANGES:
             p_NM = hide_by_words(p_NM, rows[1], params, CONSUMER)
         else:
             p_NM = hide_queries(p_NM, params, tile, row, CONSUMER)

@@ -30,7 +30,7 @@ def adders(params):
 def allocate_queries(io, params):
     """(ring of query tiles, ring of their cotangents, memory for lse, memory for delta). For tiles
     with far rows, cotangents have one more full barrier, and delta room for the factors of rows. If
-    rows have key_ranges, lse has room for their words, too."""
+    rows have key_ranges or a block mask, lse has room for their words, too."""
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     STAGES: gl.constexpr = params.tile.DO_STAGES
     shape: gl.constexpr = io.dout.block_type.shape
@@ -39,26 +39,44 @@ def allocate_queries(io, params):
     full, empty = barriers(STAGES + 1, 1), barriers(STAGES, CONSUMERS)
     do = Pipeline(boxes, None, full, empty, box_rows(shape), shape[-1])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    KINDS: gl.constexpr = 2 if params.mask.RANGES else 1
-    lse = gl.allocate_shared_memory(gl.float32, [params.tile.Q_STAGES * KINDS, BLOCK_M], plain)
+    ARRAYS: gl.constexpr = params.tile.Q_STAGES * (1 + word_count(params))
+    lse = gl.allocate_shared_memory(gl.float32, [ARRAYS, BLOCK_M], plain)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES + 1, BLOCK_M], plain)
     return q, do, lse, delta
 
 
-@gluon.jit
-def load_words(shared, params, stage, layout: gl.constexpr):
-    """The words of a stage's query rows, in registers: which keys they see by key_ranges, see
-    mask.py. They lie behind all lse."""
-    return shared.lse.index(params.tile.Q_STAGES + stage).load(layout).to(gl.int32, bitcast=True)
+@gluon.constexpr_function
+def word_count(params):
+    """Words of a query row: one by its key_ranges, one for every 32 keys by a block mask."""
+    if params.mask.blocks.SIDE:
+        return params.tile.BLOCK_N // 32
+    return 1 if params.mask.RANGES else 0
 
 
 @gluon.jit
-def row_numbers(shared, params, stage, layout: gl.constexpr, MASKED: gl.constexpr):
+def words_of(shared, params, stage, i):
+    """The memory of the words of number i of a stage's query rows. They lie behind all lse."""
+    return shared.lse.index(params.tile.Q_STAGES + stage * word_count(params) + i)
+
+
+@gluon.jit
+def load_words(shared, params, stage, CONSUMER, layout: gl.constexpr):
+    """The words of a stage's query rows, in registers: which keys they see, see mask.py."""
+    i = 0
+    if params.mask.blocks.SIDE:
+        # The compiler treats it as one number of all warps.
+        half = inline_asm("mov.u32 $0, %tid.x; bfe.u32 $0, $0, 6, 1;", "=r", [], gl.int32)
+        i = CONSUMER * (ROWS // 32) + half
+    return words_of(shared, params, stage, i).load(layout).to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def row_numbers(shared, params, stage, CONSUMER, layout: gl.constexpr, MASKED: gl.constexpr):
     """(lse, words) of a stage's query rows, in registers. Words are there for a mask by
-    key_ranges."""
+    key_ranges or tiles."""
     rows = (shared.lse.index(stage).load(layout),)
-    if MASKED and params.mask.RANGES:
-        rows = rows + (load_words(shared, params, stage, layout),)
+    if MASKED and word_count(params) > 0:
+        rows = rows + (load_words(shared, params, stage, CONSUMER, layout),)
     return rows
 
 

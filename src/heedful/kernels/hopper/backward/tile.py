@@ -209,10 +209,40 @@ def m_block_range(params, tile):
     A tile of which only rows past the last query see keys may be among the former; `turn_of` counts
     it, too. Among the latter such rows do not count: their log-sum-exp makes their probabilities
     0."""
-    if params.mask.RANGES:
+    if params.mask.blocks.SIDE:
+        return places_in_list(params, tile)
+    elif params.mask.RANGES:
         return m_blocks_of_ranges(params, tile)
     else:
         return m_blocks_by_position(params, tile)
+
+
+@gluon.jit
+def list_of_visits(params, tile):
+    """Where `list_visits` stored the visits of a work tile's keys."""
+    lists = params.order.lists
+    block = gl.minimum(tile.col // params.tile.BLOCK_N, lists.blocks - 1)
+    at = lists.visits + tile.batch.to(gl.int64) * lists.stride_b
+    return at + tile.kv_head.to(gl.int64) * lists.stride_h + block.to(gl.int64) * lists.stride_n
+
+
+@gluon.jit
+def places_in_list(params, tile):
+    """`m_block_range` of places in a list, which holds tiles of SIDE queries."""
+    STEPS: gl.constexpr = params.mask.blocks.SIDE // params.tile.BLOCK_M
+    at = list_of_visits(params, tile)
+    end = gl.load(at) * STEPS
+    return MBlockRange(gl.to_tensor(0), gl.load(at + 1) * STEPS, end, end)
+
+
+@gluon.jit
+def listed_visit(params, tile, blocks, number):
+    """(which of the heads that have this list, place in it, where its entry is) of a visit."""
+    STEPS: gl.constexpr = params.mask.blocks.SIDE // params.tile.BLOCK_M
+    NUMBERS: gl.constexpr = 1 + params.tile.BLOCK_N // params.mask.blocks.SIDE
+    ahead = number // blocks.end
+    place = number - ahead * blocks.end
+    return ahead, place, list_of_visits(params, tile) + 2 + place // STEPS * NUMBERS
 
 
 @gluon.jit
@@ -264,11 +294,20 @@ def is_masked(blocks, block):
 
 
 @gluon.jit
+def heads_in_turn(params):
+    """Query heads of a KV head that have the same visits, one head after the other."""
+    if params.mask.blocks.SIDE:
+        return params.order.lists.shared
+    else:
+        return params.sizes.group
+
+
+@gluon.jit
 def visit_range(params, tile, blocks):
     """Numbers [first, end) of a work tile's visits: query tiles of all its heads that see its keys,
     or one split of them."""
     first = gl.to_tensor(0)
-    end = (blocks.end - blocks.begin) * params.sizes.group
+    end = (blocks.end - blocks.begin) * heads_in_turn(params)
     if params.order.partials is not None:
         first = end * tile.split // params.order.splits
         end = end * (tile.split + 1) // params.order.splits
@@ -288,6 +327,15 @@ def is_visited(params, tile, blocks):
 @gluon.jit
 def query_tile(params, tile, blocks, number):
     """(query head, query tile) of a work tile's visit."""
-    count = blocks.end - blocks.begin
-    ahead = number // count
-    return tile.kv_head * params.sizes.group + ahead, blocks.begin + number - ahead * count
+    if params.mask.blocks.SIDE:
+        STEPS: gl.constexpr = params.mask.blocks.SIDE // params.tile.BLOCK_M
+        ahead, place, at = listed_visit(params, tile, blocks, number)
+        entry = gl.load(at)
+        heads = params.order.lists.list_heads
+        head = tile.kv_head * params.sizes.group + ahead + entry % heads
+        return head, entry // heads * STEPS + place % STEPS
+    else:
+        count = blocks.end - blocks.begin
+        ahead = number // count
+        head = tile.kv_head * params.sizes.group + ahead
+        return head, blocks.begin + number - ahead * count

@@ -163,7 +163,7 @@ def value_gradients(io, shared, visit, blocks, params, tile, first, end):
         do_state = stage_of(visit, params.tile.DO_STAGES)
         crossing = stage_of(visit, CROSSING_STAGES)
         s_NM = queue_visit(shared, visit, params)
-        rows = row_numbers(shared, params, q_state.index, gl.SliceLayout(0, layout), True)
+        rows = row_numbers(shared, params, q_state.index, 0, gl.SliceLayout(0, layout), True)
         s_NM = warpgroup_mma_wait(0, deps=[s_NM])
         shared.q.consumer_release(q_state)
         queued = queued_probabilities(s_NM, rows, blocks, params, tile, number, dtype, 0, True)
