@@ -128,6 +128,7 @@ STEPS = {
     "int4": ("int4", 1, True, True),
     "int4 groups": ("int4 groups", 5, True, True),
     "quantised before": ("int8", 1, False, False),
+    "latent rows": ("MLA over fp8 rows", 1, False, True),
 }
 
 
@@ -149,7 +150,8 @@ def buffers_of_step(
     buffers["cache_seqlens"] = buffers.pop("seqused_k")
     for name in "kv":
         stored = buffers[name]
-        dim = problem.head_dim if quantises else stored.shape[-1]
+        whole = problem.head_dim if name == "k" else problem.head_dim_v
+        dim = whole if quantises else stored.shape[-1]
         dtype = problem.dtype if quantises else stored.dtype
         buffers[f"{name}_new"] = ArraySpec.contiguous((4, new, problem.heads_k, dim), dtype)
     if is_rotated:

@@ -43,9 +43,10 @@ def test_one_graph_serves_all_lengths(name, dtype, vllm):
     assert {"mixed batch", "preemption", "chunked prefill"} <= engine.events
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_every_token_of_latent_attention_is_that_of_a_dense_model(drafts, vllm):
-    facts = Facts(heads=16, dim=128, rank=512, rotary=64)
+@pytest.mark.parametrize("stored", ["auto", "fp8"])
+@pytest.mark.parametrize("heads, drafts", [(16, 0), (16, 3), (64, 0)])
+def test_every_token_of_latent_attention_is_that_of_a_dense_model(heads, drafts, stored, vllm):
+    facts = Facts(heads=heads, dim=128, rank=512, rotary=64, kv_cache_dtype=stored)
     served(facts, ("cuda", torch.bfloat16), latent(vllm), drafts=drafts, blocks=5)
 
 

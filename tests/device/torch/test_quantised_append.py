@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import heedful.torch as heedful
+from heedful.core.registry.by_hand import forced
 from support.captures import graph_capture
 
 pytestmark = pytest.mark.gpu
@@ -108,3 +109,41 @@ def test_rotated_keys_are_at_most_a_step_from_those_of_the_cpu(storage):
     got, want = (heedful.dequantize_kv(c["k_cache"].cpu(), ones) for c in (given, x))
     assert (got - want).abs().max() <= 1
     assert equal(given["v_cache"], x["v_cache"])
+
+
+def latent_case(page_size: int, heads: int) -> dict[str, Any]:
+    """Rows of latent vectors and new ones: of a sequence that is absent, one with room, one
+    without."""
+    torch.manual_seed(0)
+    rows = (BATCH * CAPACITY // page_size, page_size) if page_size else (BATCH, CAPACITY)
+    new = 3 * torch.randn(BATCH, NEW, 1, 576, dtype=torch.bfloat16)
+    new[1, 2, :, 128:256] = 0
+    x = {"q": torch.randn(BATCH, NEW, heads, 576, dtype=torch.bfloat16)}
+    x |= {"k": new, "v": new[..., :512]}
+    x |= {"k_cache": heedful.pack_latent(torch.randn(*rows, 1, 576))}
+    x["cache_seqlens"] = torch.tensor([-1, 7, CAPACITY - NEW], dtype=torch.int32)
+    if page_size:
+        x["block_table"] = torch.randperm(rows[0]).int().view(BATCH, -1)
+    return x
+
+
+@pytest.mark.parametrize("backend", [None, "decode/portable"])
+@pytest.mark.parametrize("heads", [4, 32])
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_new_rows_of_latent_vectors_are_those_of_pack_latent(page_size, heads, backend):
+    x = latent_case(page_size, heads)
+    given, rows = on_gpu(x), x["k_cache"].clone()
+    out = heedful.flash_attn_with_kvcache(
+        **given, v_cache=given["k_cache"], causal=True, backend=forced(backend) if backend else None
+    )
+    packed = heedful.pack_latent(x["k"])
+    for b, start in enumerate(x["cache_seqlens"].tolist()):
+        for at in range(start, start + NEW if start >= 0 else start):
+            entry, row = (b, at)
+            if page_size:
+                entry, row = x["block_table"][b, at // page_size], at % page_size
+            rows[entry, row] = packed[b, at - start]
+    assert torch.equal(given["k_cache"].cpu(), rows)
+    want = heedful.flash_attn_with_kvcache(**x, v_cache=x["k_cache"], causal=True)
+    assert torch.equal(x["k_cache"], rows)
+    assert (out.cpu().float() - want.float()).abs().max() <= 0.02 * want.float().abs().max()

@@ -36,9 +36,12 @@ def test_steps_that_are_padded_as_those_of_a_graph_are(vllm):
     served(Facts(windows=(7, None)), CPU, plain(vllm), drafts=2, blocks=5, pads=True)
 
 
+@pytest.mark.parametrize("stored", ["auto", "fp8"])
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_every_token_of_latent_attention_is_that_of_a_dense_model(drafts, vllm):
-    served(Facts(rank=24, rotary=8), CPU, latent(vllm), drafts=drafts, blocks=5)
+def test_every_token_of_latent_attention_is_that_of_a_dense_model(drafts, stored, vllm):
+    facts = Facts(rank=24, rotary=8, kv_cache_dtype=stored)
+    engine = served(facts, CPU, latent(vllm), drafts=drafts, blocks=5)
+    assert {"mixed batch", "preemption", "chunked prefill"} <= engine.events
 
 
 def test_a_cache_of_8_bits_is_served_or_refused_by_name(vllm):

@@ -76,7 +76,11 @@ class Model:
             y = x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6).to(x.dtype)
             q = (y @ w[f"q{n}"]).unflatten(-1, (facts.heads, -1))
             if facts.rank:
-                k, v = (y @ w[f"latent{n}"]).split([facts.rank, facts.rotary], -1)
+                latent = y @ w[f"latent{n}"]
+                if facts.kv_cache_dtype != "auto":
+                    # As a cache stores it, since prefills attend to what is not stored yet.
+                    latent = latent.to(torch.float8_e4m3fn).to(latent.dtype)
+                k, v = latent.split([facts.rank, facts.rotary], -1)
             else:
                 k, v = ((y @ w[f"{half}{n}"]).unflatten(-1, (facts.heads_k, -1)) for half in "kv")
             x = x + attend(n, q, k, v).flatten(-2) @ w[f"o{n}"]

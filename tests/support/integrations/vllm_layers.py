@@ -113,9 +113,11 @@ class LatentStep(Step):
     def __init__(self, engine: Engine, backend: Any, common: Any, config: Any, prefill: Any):
         super().__init__(engine, backend, common, config, False)
         facts, w = engine.model.facts, engine.model.weights
-        content, dtype = facts.rank + facts.rotary, w["embed"].dtype
+        content, self.stored = facts.rank + facts.rotary, facts.kv_cache_dtype
+        dtype = w["embed"].dtype if self.stored == "auto" else torch.uint8
         self.cache = caches(engine, (0, 1, 2, 3, 4), 1, content, dtype).squeeze(2)
-        self.scale = torch.ones((), device=engine.device, dtype=torch.float32)
+        scale = torch.ones((), device=engine.device, dtype=torch.float32)
+        self.layer = SimpleNamespace(_k_scale=scale)
         sizes = {
             "q_lora_rank": None,
             "kv_lora_rank": facts.rank,
@@ -125,7 +127,7 @@ class LatentStep(Step):
             "v_head_dim": facts.dim,
             "kv_b_proj": None,
         }
-        given = facts.heads, content, facts.scale, 1, None, None, "auto", None, "decoder", None
+        given = facts.heads, content, facts.scale, 1, None, None, self.stored, None, "decoder", None
         self.impl = backend.get_impl_cls()(*given, **sizes)
         dims = facts.rank, facts.dim, facts.rotary, facts.dim
         self.prefill = prefill(facts.heads, facts.scale, *dims, config)
@@ -136,7 +138,10 @@ class LatentStep(Step):
     def attend(self, n, q, k, v, metadata, batch, fields) -> Tensor:
         facts, w, cache = self.engine.model.facts, self.engine.model.weights, self.cache[n]
         slots = fields.slot_mapping
-        self.impl.do_kv_cache_update(k, v[:, None], cache, slots, "auto", self.scale)
+        scale = self.layer._k_scale
+        self.impl.do_kv_cache_update(k, v[:, None], cache, slots, self.stored, scale)
+        if self.stored != "auto":
+            cache = cache.view(torch.float8_e4m3fn)
         decodes, alike = 0, batch[0][1]
         if alike <= self.engine.drafts + 1:
             decodes = sum(count == alike for _, count in batch)
@@ -147,15 +152,14 @@ class LatentStep(Step):
             part = {"block_table": fields.block_table_tensor[:decodes]}
             part |= {"seq_lens": fields.seq_lens[:decodes], "dcp_tot_seq_lens": None}
             of_decodes = SimpleNamespace(decode=SimpleNamespace(**part), num_decodes=decodes)
-            out, _ = self.impl.forward_mqa((latent, rotary), cache, of_decodes, None)
+            out, _ = self.impl.forward_mqa((latent, rotary), cache, of_decodes, self.layer)
             outs.append(torch.einsum("thr,rhd->thd", out, w[f"up_v{n}"]))
         if decodes < len(batch):
-            outs.append(
-                self.prefilled(n, q[tokens:], k[tokens:], v[tokens:], batch[decodes:], fields)
-            )
+            new = q[tokens:], k[tokens:], v[tokens:]
+            outs.append(self.prefilled(n, *new, cache, batch[decodes:]))
         return torch.cat(outs)
 
-    def prefilled(self, n, q, k, v, batch: list[tuple[Request, int]], fields) -> Tensor:
+    def prefilled(self, n, q, k, v, cache: Tensor, batch: list[tuple[Request, int]]) -> Tensor:
         """Attention of prefills: over the new tokens, over what came before them, and merged."""
 
         def expanded(latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,9 +177,9 @@ class LatentStep(Step):
         new = self.prefill.run_prefill_new_tokens(q, *expanded(k, v), has_context)
         if not has_context:
             return new
-        size, rows = self.engine.block_size, self.cache[n].flatten(0, 1)
+        size, rows = self.engine.block_size, cache.flatten(0, 1)
         slots = [r.blocks[p // size] * size + p % size for r, _ in batch for p in range(r.computed)]
-        old = rows[torch.tensor(slots, device=q.device)]
+        old = rows[torch.tensor(slots, device=q.device)].to(q.dtype)
         chunk = SimpleNamespace(
             **facts,
             cu_seq_lens=torch.tensor([0, *before]).cumsum(0).int().to(q.device),

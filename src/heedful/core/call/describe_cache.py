@@ -12,6 +12,7 @@ from heedful.core.call.describe import (
     check_rank,
     check_shape,
     check_writable,
+    has_latent_rows,
 )
 from heedful.core.call.operands import Operands
 from heedful.core.call.problem import LATENT_ROW_BYTES, LATENT_ROWS, AttentionProblem
@@ -35,11 +36,6 @@ def check_cache(call: AttentionCall, update: CacheUpdate) -> AttentionProblem:
         _check_prefix(call.x, problem, update.shared_prefix)
     check_pair("k", update.k, "v", update.v)
     check_pair("rotary_cos", update.rotary_cos, "rotary_sin", update.rotary_sin)
-    if update.k is not None and problem.kv_dtype == LATENT_ROWS:
-        raise ValueError(
-            f"k must be None beside k_cache of {LATENT_ROW_BYTES} bytes a row (write what"
-            " pack_latent makes), got an array"
-        )
     if update.k is not None:
         _check_new_tokens(call.x, problem, update)
     if update.rotary_cos is not None:
@@ -104,12 +100,23 @@ def _check_new_tokens(x: Operands, problem: AttentionProblem, update: CacheUpdat
         shape = (problem.batch, new_len, problem.heads_k, dim if is_quantised else cache.shape[-1])
         check_shape(name, new.shape, shape, f"(batch, new_len, heads_k, {words})")
         check_writable(f"{name}_cache", cache)
+    if problem.kv_dtype == LATENT_ROWS:
+        _check_whole_floats(x.k)
     if is_quantised and problem.kv_group:
         for name in ("k_descale", "v_descale", "k_shift", "v_shift"):
             _check_written_scale(name, getattr(x, name))
     if new_len is not None and new_len > problem.seqlen_k:
         raise ValueError(
             f"k must have at most the cache's {problem.seqlen_k} tokens, got {new_len}"
+        )
+
+
+def _check_whole_floats(rows: ArraySpec) -> None:
+    """ValueError unless the scales within rows of latent vectors lie where float32 may."""
+    if any(stride % 4 for stride in rows.strides[:-1]):
+        raise ValueError(
+            "k_cache must have rows at multiples of 4 bytes, as float32 scales are written into"
+            f" them, got strides {tuple(rows.strides)}"
         )
 
 
@@ -122,13 +129,14 @@ def quantises(x: Operands, update: CacheUpdate) -> bool:
 def _new_dtype(name: str, x: Operands, cache: ArraySpec, is_quantised: bool) -> str:
     """The dtype that new keys or values must have, in words."""
     stored = f"{cache.dtype} like {name}_cache"
+    maker = "pack_latent" if has_latent_rows(cache) else "quantize_kv"
     if cache.dtype in FLOATS:
         return stored
     if name == "v":
         return f"{x.q.dtype} like q, as k is" if is_quantised else f"{stored}, as k is"
     if x.q.dtype not in FLOATS:
-        return f"{stored} (quantize_kv makes it)"
-    return f"{stored} (quantize_kv makes it) or {x.q.dtype} like q"
+        return f"{stored} ({maker} makes it)"
+    return f"{stored} ({maker} makes it) or {x.q.dtype} like q"
 
 
 def _check_written_scale(name: str, scale: ArraySpec | None) -> None:
@@ -156,6 +164,11 @@ def _check_rotary(x: Operands, problem: AttentionProblem, update: CacheUpdate) -
         check_dtype(name, table.dtype, *dict.fromkeys((x.q.dtype, "float32")))
         check_rank(name, table.shape, "(positions, rotary_dim / 2)")
     cos = update.rotary_cos
+    if problem.kv_dtype == LATENT_ROWS:
+        raise ValueError(
+            f"rotary_cos must be None beside k_cache of {LATENT_ROW_BYTES} bytes a row (k's first"
+            " columns are values; rotate the last ones before the call), got an array"
+        )
     check_shape("rotary_sin", update.rotary_sin.shape, cos.shape, "of rotary_cos")
     if not 1 <= cos.shape[1] <= problem.head_dim // 2:
         raise ValueError(

@@ -86,7 +86,7 @@ def flash_attn_with_kvcache(
             positions cache_seqlens on. For a quantised cache they come in q's dtype and are
             quantised. Scales of heads are used as they are (by default 1). Scales and shifts of
             groups are computed as by quantize_kv, written and returned. Or k and v come quantised,
-            and the caller writes their scales.
+            and the caller writes their scales. Rows of pack_latent get v, and k's columns past v's.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), q's dtype or float32. Keys are rotated
             at positions cache_seqlens, cache_seqlens + 1, ..., queries too if causal or windowed;
             otherwise all queries at position cache_seqlens. They require k and v.

@@ -12,9 +12,9 @@ from jax.interpreters import mlir
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.call.arguments import CacheUpdate
 from heedful.core.call.operands import Operands
-from heedful.core.call.problem import AttentionProblem
+from heedful.core.call.problem import LATENT_ROW_BYTES, AttentionProblem
 from heedful.jax.base.arrays import array_spec, dtype_name
-from heedful.jax.operands.quant import group_scales, packed_values
+from heedful.jax.operands.quant import group_scales, pack_latent, packed_values
 from heedful.jax.traced import sharding
 from heedful.jax.traced.registration import new_primitive, register
 
@@ -211,6 +211,9 @@ def _on_cpu(static: Static, *arrays):
         new["k"] = rotate(new["k"], *tables, static.interleaved)
         if "q" in by_name:
             made["q"] = rotate(by_name["q"], *tables, static.interleaved, static.advance)
+    if _quantises(new["k"], by_name["k"]) and by_name["k"].shape[-1] == LATENT_ROW_BYTES:
+        values, rest = new["v"], new["k"][..., new["v"].shape[-1] :]
+        new = dict.fromkeys("kv", pack_latent(jnp.concatenate([values, rest], -1)))
     where, kept = _places(by_name, static.page_size, count)
     for name, values in new.items():
         for written, rows in _stored(by_name, name, values).items():

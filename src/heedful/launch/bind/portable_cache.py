@@ -3,6 +3,13 @@
 from typing import Any
 
 from heedful.core.base.arrays import ArraySpec
+from heedful.core.call.problem import (
+    LATENT_ROW_BYTES,
+    LATENT_ROW_DIM,
+    LATENT_ROW_DIM_V,
+    LATENT_ROW_GROUP,
+    LATENT_ROWS,
+)
 from heedful.core.call.quant import QUANT_MAX
 from heedful.core.planning.sizes import ceil_div
 from heedful.core.registry.tiles import RowsConfig, cache_rows, pow2
@@ -112,7 +119,9 @@ def _appended(buffers: Buffers, page_size: int) -> tuple[RowsConfig, int, dict[s
     """The tile of new keys, how many tiles there are, and parameters of kernels that append
     them."""
     dim, dim_v = (buffers[name].shape[-1] for name in ("k_new", "v_new"))
-    config = cache_rows(dim, dim_v)
+    # Rows of latent vectors get their last columns from keys, the others from values.
+    stored = LATENT_ROW_DIM - LATENT_ROW_DIM_V if _are_latent(buffers) else dim
+    config = cache_rows(stored, dim_v)
     divisor = shared_divisor(buffers, ("k_new", "v_new", "k", "v"))
     programs, tiles = _tiles(buffers["k_new"], config)
     heads, quantization = _quantization(buffers)
@@ -125,10 +134,16 @@ def _appended(buffers: Buffers, page_size: int) -> tuple[RowsConfig, int, dict[s
         "quantization": quantization,
         "capacity": Scalar(stored_keys(buffers, page_size)),
         "tile": args.CacheTile(
-            dim, dim_v, cache_rows(dim).rows, config.rows, pow2(dim), pow2(dim_v)
+            dim, dim_v, cache_rows(dim).rows, config.rows, pow2(stored), pow2(dim_v)
         ),
     }
     return config, programs, parameters
+
+
+def _are_latent(buffers: Buffers) -> bool:
+    """Whether new keys and values become rows of latent vectors."""
+    cache, new = buffers["k"], buffers["k_new"]
+    return cache.dtype == "uint8" != new.dtype and cache.shape[-1] == LATENT_ROW_BYTES
 
 
 def _quantization(buffers: Buffers) -> tuple[dict[str, shared.Descale], args.Quantization]:
@@ -138,6 +153,13 @@ def _quantization(buffers: Buffers) -> tuple[dict[str, shared.Descale], args.Qua
     if buffers["k_new"].dtype == stored:
         return {"k": none, "v": none}, absent(args.Quantization)
     storage = "int4" if stored == "uint8" else stored
+    if _are_latent(buffers):
+        return {"k": none, "v": none}, args.Quantization(
+            **dict.fromkeys(("k_groups", "v_groups"), absent(args.GroupScale)),
+            GROUP=LATENT_ROW_GROUP,
+            STORAGE=LATENT_ROWS,
+            LIMIT=float(QUANT_MAX["float8_e4m3fn"]),
+        )
     scale = buffers.get("k_descale")
     size = 0
     if scale is not None and len(scale.shape) > 2:

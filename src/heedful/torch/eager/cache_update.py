@@ -10,9 +10,10 @@ from torch import Tensor
 
 from heedful.core.call.arguments import CacheUpdate
 from heedful.core.call.operands import Operands
+from heedful.core.call.problem import LATENT_ROW_BYTES
 from heedful.torch.base.arrays import dtype_name
 from heedful.torch.base.forked import on_own_thread
-from heedful.torch.operands.quant import group_scales, packed_values
+from heedful.torch.operands.quant import group_scales, pack_latent, packed_values
 
 _USED = Operands._fields.index("seqused_k")
 _new = tuple.__new__
@@ -43,11 +44,18 @@ def update_cache(
         position = start + update.position0 if update.position0 else start
         k = rotate(k, cos, sin, position, interleaved)
         x = x._replace(q=rotate(x.q, cos, sin, position, interleaved, advance))
+    if is_latent(x.k, k):
+        k = v = pack_latent(torch.cat([v, k[..., v.shape[-1] :]], -1))
     k, k_scales = stored(x.k, k, x.k_descale, x.k_shift)
     v, v_scales = stored(x.v, v, x.v_descale, x.v_shift)
     scales = [*k_scales, *v_scales]
     append_kv(x.k, x.v, k, v, start, x.kv_batch_idx, x.block_table, sees_values, scales)
     return x
+
+
+def is_latent(cache: Tensor, new: Tensor) -> bool:
+    """Whether new keys and values become rows of latent vectors, which have both."""
+    return cache.dtype == torch.uint8 != new.dtype and cache.shape[-1] == LATENT_ROW_BYTES
 
 
 def stored(

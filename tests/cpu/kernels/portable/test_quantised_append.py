@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 import torch
 
-from heedful import quantize_kv
+from heedful import pack_latent, quantize_kv
 from heedful.core.call.arguments import CacheUpdate
 from heedful.core.call.operands import Operands
 from heedful.launch.bind import portable_cache
@@ -91,6 +91,33 @@ def test_stored_values_and_scales_are_those_of_plain_torch(
     assert not torch.equal(bits(given["v"]), bits(caches(*how)["v"]))
     if group:
         assert not torch.equal(given["k_descale"], caches(*how)["k_descale"])
+
+
+@interpreted
+@pytest.mark.parametrize("page_size", (0, 5))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_stored_rows_of_latent_vectors_are_those_of_pack_latent(page_size, dtype):
+    rows = (16, page_size) if page_size else (4, 20)
+    cache = pack_latent(drawn(*rows, 1, 576, seed=0))
+    new = drawn(BATCH, NEW, 1, 576, seed=1).to(dtype)
+    # The interpreter cuts off what a GPU rounds to bfloat16.
+    new[..., 512:] = new[..., 512:].bfloat16()
+    # A group of zeros has a scale of 1.
+    new[0, 2, :, 128:256] = 0
+    start = torch.tensor([3, -1, 11]).int()
+    given = {"k_new": new, "v_new": new[..., :512].contiguous(), "k": cache, "v": cache}
+    given |= {name: x for name, x in caches("int8", 0, 16, False, page_size).items() if "_" in name}
+    given = {name: x for name, x in given.items() if "descale" not in name}
+    given |= {"cache_seqlens": start, "seqused": torch.zeros_like(start)}
+    want = cache.clone()
+    x = Operands(q=new, k=want, v=want, block_table=given.get("block_table"))
+    x = x._replace(kv_batch_idx=given.get("kv_batch_idx"))
+    update = CacheUpdate(new, given["v_new"], None, None, start, True, None)
+    update_cache(x, update, start, True)
+    assert not torch.equal(want, cache)
+    specs = {name: array_spec(tensor) for name, tensor in given.items()}
+    interpret(portable_cache.append_kv(specs, page_size), given)
+    assert torch.equal(given["k"], want)
 
 
 @interpreted

@@ -39,6 +39,15 @@ PLAIN = Case(
 )
 
 
+# Rows that begin at odd bytes.
+UNEVEN = torch.zeros(12, 16, 1, 657, dtype=torch.uint8)[..., :656]
+
+
+def new_tokens(count: int) -> dict[str, torch.Tensor]:
+    new = X[:2, :count] / 2
+    return {"k": new, "v": new[..., :512]}
+
+
 def test_rows_have_e4m3_then_four_scales_then_bfloat16():
     assert ROWS.shape == (12, 16, 1, 656) and ROWS.dtype == torch.uint8
     scale = X[..., :512].unflatten(-1, (4, 128)).abs().amax(-1) / 448
@@ -85,6 +94,62 @@ def test_jax_packs_and_attends_alike():
     assert np.allclose(np.asarray(found), want.numpy(), rtol=0, atol=1e-4)
 
 
+# In pages, the last of which gets full; by rows of the cache, of which one sequence has none.
+PLACES = (
+    {"cache_seqlens": torch.tensor([93, 33], dtype=torch.int32), "block_table": HOW["block_table"]},
+    {
+        "cache_seqlens": torch.tensor([-1, 5], dtype=torch.int32),
+        "cache_batch_idx": torch.tensor([4, 9], dtype=torch.int32),
+    },
+)
+
+
+def written(how: dict[str, Any], new: torch.Tensor) -> torch.Tensor:
+    """The rows after new tokens (B, S, 1, 656), token by token."""
+    rows = ROWS.clone()
+    for b, start in enumerate(how["cache_seqlens"].tolist()):
+        for at in range(start, start + new.shape[1] if start >= 0 else start):
+            if "block_table" in how:
+                rows[how["block_table"][b, at // 16], at % 16] = new[b, at - start]
+            else:
+                rows[how["cache_batch_idx"][b], at] = new[b, at - start]
+    return rows
+
+
+@pytest.mark.parametrize("how", PLACES, ids=("pages", "rows"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_appended_tokens_are_packed_as_pack_latent_packs_them(how, dtype):
+    q, new = Q.to(dtype), {name: x.to(dtype) for name, x in new_tokens(3).items()}
+    want, rows = written(how, heedful.pack_latent(new["k"])), ROWS.clone()
+    out = heedful.flash_attn_with_kvcache(q, rows, rows, **new, **how)
+    assert torch.equal(rows, want)
+    lengths = torch.where(how["cache_seqlens"] < 0, -1, how["cache_seqlens"] + 3)
+    later = {**how, "cache_seqlens": lengths}
+    assert torch.equal(out, heedful.flash_attn_with_kvcache(q, rows, rows, **later))
+    # Rows that are packed already are copied.
+    packed, copied = heedful.pack_latent(new["k"]), ROWS.clone()
+    same = heedful.flash_attn_with_kvcache(q, copied, copied, k=packed, v=packed, **how)
+    assert torch.equal(copied, want) and torch.equal(same, out)
+
+
+@pytest.mark.parametrize("how", PLACES, ids=("pages", "rows"))
+def test_jax_appends_alike(how):
+    jnp = pytest.importorskip("jax.numpy")
+    import heedful.jax as hj
+
+    new = new_tokens(3)
+    given = {n: jnp.asarray(x.numpy()) for n, x in {**how, **new}.items()}
+    rows = jnp.asarray(ROWS.numpy())
+    out, k_cache, v_cache, *_ = hj.flash_attn_with_kvcache(
+        jnp.asarray(Q.numpy()), rows, rows, **given
+    )
+    want = written(how, heedful.pack_latent(new["k"]))
+    assert np.array_equal(np.asarray(k_cache), want.numpy())
+    assert np.array_equal(np.asarray(v_cache), want.numpy())
+    found = heedful.flash_attn_with_kvcache(Q, ROWS.clone(), ROWS.clone(), **new, **how)
+    assert np.allclose(np.asarray(out), found.numpy(), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -99,16 +164,24 @@ def test_jax_packs_and_attends_alike():
             "k_descale must be None beside k_cache of 656 bytes a row, which have scales",
         ),
         (
-            {"k": X[:2, :1], "v": X[:2, :1, :, :512]},
-            "k must be None beside k_cache of 656 bytes a row (write what pack_latent makes)",
+            {**new_tokens(1), "rotary_cos": torch.ones(96, 8), "rotary_sin": torch.ones(96, 8)},
+            "rotary_cos must be None beside k_cache of 656 bytes a row (k's first columns are",
+        ),
+        (
+            {**new_tokens(1), "v": X[:2, :1]},
+            "v must have shape (batch, new_len, heads_k, head_dim) = (2, 1, 1, 512), got (2, 1, 1",
+        ),
+        (
+            {**new_tokens(1), **dict.fromkeys(("k_cache", "v_cache"), UNEVEN)},
+            "k_cache must have rows at multiples of 4 bytes, as float32 scales are written into",
         ),
     ],
-    ids=["q", "v_cache", "k_cache", "k_descale", "k"],
+    ids=["q", "v_cache", "k_cache", "k_descale", "rotary_cos", "v", "strides"],
 )
 def test_what_does_not_belong_to_rows_is_named(given, words):
     call: dict[str, Any] = {"q": Q, "k_cache": ROWS, "v_cache": ROWS, **HOW, **given}
-    if "k_cache" in given:
-        call["v_cache"] = given["k_cache"]
+    if "v_cache" not in given:
+        call["v_cache"] = call["k_cache"]
     before = ROWS.clone()
     with pytest.raises(ValueError) as caught:
         heedful.flash_attn_with_kvcache(**call)

@@ -94,6 +94,32 @@ def tile_of(task, tiles: RowTiles, ROWS: tl.constexpr):
     return (task % tiles.tiles) * ROWS, wide(head // tiles.heads), wide(head % tiles.heads)
 
 
+@triton.constexpr_function
+def first_column(dim, block, storage):
+    """The first column of new keys that is stored: rows of latent vectors have the ones before as
+    values."""
+    return dim - block if storage == "fp8_ds_mla" else 0
+
+
+@triton.jit
+def store_latent(rest_ND, v_NE, cache: Rows, places, quantization: Quantization):
+    """Stores a tile of new rows of latent vectors, in bytes: values of float8, float32 scales of
+    their groups, and the columns past the values in bfloat16."""
+    entry_N, row_N, exists_N, _, g = places
+    E: tl.constexpr = v_NE.shape[1]
+    GROUP: tl.constexpr = quantization.GROUP
+    at_N = entry_N * cache.stride_b + row_N * cache.stride_n + g * cache.stride_h
+    scales = cache.ptr.to(tl.pointer_type(tl.float32)) + E // 4
+    rest = cache.ptr.to(tl.pointer_type(tl.bfloat16)) + E // 2 + 2 * (E // GROUP)
+    groups = GroupScale(scales, None, 0, 0, 0)
+    x_ND = scaled_by_group(
+        v_NE.to(tl.float32), groups, at_N // 4, exists_N, E, GROUP, quantization.LIMIT
+    )
+    codes_NE = stored_codes(x_ND, cache.ptr, "float8_e4m3fn", quantization.LIMIT)
+    scatter_rows(cache.ptr, codes_NE, at_N, exists_N, E)
+    scatter_rows(rest, rest_ND, at_N // 2, exists_N, rest_ND.shape[1])
+
+
 @triton.jit
 def store_new(
     k_ND,
@@ -106,20 +132,29 @@ def store_new(
 ):
     """Stores a tile of new keys and values in the caches, as these store values. places: as
     `quantized` has them."""
-    entry_N, row_N, exists_N, _, g = places
-    k = io.k.ptr + g * io.k.stride_h
-    v = io.v.ptr + g * io.v.stride_h
-    BYTES_D: tl.constexpr = stored_dims(DIM, quantization.STORAGE)
-    BYTES_E: tl.constexpr = stored_dims(DIM_V, quantization.STORAGE)
-    if quantization.STORAGE is not None:
-        # Keys are rounded to their own dtype, as if they had been rotated before the call.
-        k_ND = k_ND.to(io.k_new.ptr.dtype.element_ty)
-        k_ND = quantized(k_ND, k, io.k_descale, quantization.k_groups, places, quantization, DIM)
-        v_NE = quantized(v_NE, v, io.v_descale, quantization.v_groups, places, quantization, DIM_V)
-    k_offsets_N = entry_N * io.k.stride_b + row_N * io.k.stride_n
-    v_offsets_N = entry_N * io.v.stride_b + row_N * io.v.stride_n
-    scatter_rows(k, k_ND, k_offsets_N, exists_N, BYTES_D)
-    scatter_rows(v, v_NE, v_offsets_N, exists_N, BYTES_E)
+    if quantization.STORAGE == "fp8_ds_mla":
+        # Both caches are one, unless the framework copied it.
+        store_latent(k_ND, v_NE, io.k, places, quantization)
+        store_latent(k_ND, v_NE, io.v, places, quantization)
+    else:
+        entry_N, row_N, exists_N, _, g = places
+        k = io.k.ptr + g * io.k.stride_h
+        v = io.v.ptr + g * io.v.stride_h
+        BYTES_D: tl.constexpr = stored_dims(DIM, quantization.STORAGE)
+        BYTES_E: tl.constexpr = stored_dims(DIM_V, quantization.STORAGE)
+        if quantization.STORAGE is not None:
+            # Keys are rounded to their own dtype, as if they had been rotated before the call.
+            k_ND = k_ND.to(io.k_new.ptr.dtype.element_ty)
+            k_ND = quantized(
+                k_ND, k, io.k_descale, quantization.k_groups, places, quantization, DIM
+            )
+            v_NE = quantized(
+                v_NE, v, io.v_descale, quantization.v_groups, places, quantization, DIM_V
+            )
+        k_offsets_N = entry_N * io.k.stride_b + row_N * io.k.stride_n
+        v_offsets_N = entry_N * io.v.stride_b + row_N * io.v.stride_n
+        scatter_rows(k, k_ND, k_offsets_N, exists_N, BYTES_D)
+        scatter_rows(v, v_NE, v_offsets_N, exists_N, BYTES_E)
 
 
 @triton.jit
@@ -146,7 +181,11 @@ def append_rows(row0, low, high, b, g, append: CacheAppend, count, cache: KVLayo
     k_new = row_base(append.io.k_new, b, g, 0)
     v_new = row_base(append.io.v_new, b, g, 0)
     if append.rotary.cos is None:
-        k_ND = load_rows(k_new, append.io.k_new.stride_n, row0, count, DIM, ROWS, BLOCK_D, True)
+        FIRST: tl.constexpr = first_column(DIM, BLOCK_D, append.quantization.STORAGE)
+        WIDTH: tl.constexpr = DIM - FIRST
+        k_ND = load_rows(
+            k_new + FIRST, append.io.k_new.stride_n, row0, count, WIDTH, ROWS, BLOCK_D, True
+        )
     else:
         k_ND = rotated_rows(
             k_new, append.io.k_new, row0, count, place_N, append.rotary, DIM, ROWS, BLOCK_D
