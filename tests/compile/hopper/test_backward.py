@@ -144,7 +144,15 @@ def test_words_of_rows_with_key_ranges_take_no_registers_in_the_loop(head_dim, r
     assert_step_is_sound(call, LEAST_OF_A_TENSOR - 1)
 
 
-LISTED = [(128, 128, False), (128, 64, True), (64, 128, True), (64, 64, False), (96, 128, True)]
+LISTED = [
+    (128, 128, False),
+    (128, 64, True),
+    (64, 128, True),
+    (64, 64, False),
+    (96, 128, True),
+    (256, 128, False),
+    (256, 64, True),
+]
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,9 @@ GRADIENTS = [
     replace(LONG, seqlen_q=3000, seqlen_k=200, block_mask=64, ranges_of="bh"),
     replace(LONG, scale=8.0, ranges_of="h"),
     replace(LONG, varlen="qk", ranges_of="bh", causal=True),
+    replace(LONG, head_dim=256, ranges_of="h", causal=True),
+    replace(LONG, head_dim=256, block_mask=64, ranges_of="bh", varlen="qk"),
+    replace(LONG, head_dim=192, head_dim_v=128, ranges_of="b", softcap=3.0),
     replace(LONG, varlen="qk", batch=4, block_mask=64, head_dim=64, ranges_of=""),
 ]
 

@@ -320,9 +320,9 @@ def _latent(name: str, few_rows: Gate, *more: Gate, **facts: Any) -> Variant:
     )
 
 
-# A backward holds these beside probabilities until dP is there: the derivative of the softcap, and
-# which probabilities were dropped.
-_HELD = {"softcap", "dropout"}
+# A backward holds the first two beside probabilities until dP is there: the derivative of the
+# softcap, and which probabilities were dropped.
+_TAKEN = {"softcap", "dropout", "block_mask"}
 
 
 def _hopper_backward(name: str, features: set[str], max_dim: int, *more: Gate) -> Variant:
@@ -338,8 +338,11 @@ def _hopper_backward(name: str, features: set[str], max_dim: int, *more: Gate) -
         *(kernel, "portable.scores"),
         direction="backward",
         max_dim=max_dim,
-        gates=(*_TMA_GATES, gates.aligned_draws, gates.near_softcap, *more),
-        unrun=frozenset({"block_mask"} & features),
+        gates=(
+            *(*_TMA_GATES, gates.aligned_draws, gates.near_softcap),
+            *(gates.lists_of_the_hopper_backward, *more),
+        ),
+        unrun=frozenset() if name == "backward" else frozenset({"block_mask"} & features),
     )
 
 
@@ -498,16 +501,10 @@ VARIANTS: tuple[Variant, ...] = (
         configs=("portable.forward", "portable.scores"),
         program="heedful.launch.bind.portable",
     ),
-    _hopper_backward(
-        "backward",
-        {*_HELD, "deterministic", "block_mask"},
-        128,
-        gates.equal_head_dims,
-        gates.lists_of_the_hopper_backward,
-    ),
-    # Consumers add to dQ themselves, and take no turns.
+    _hopper_backward("backward", {*_TAKEN, "deterministic"}, 128, gates.equal_head_dims),
+    # Consumers add to dQ themselves, and take no turns. Words of a block mask have no room.
     _hopper_backward("pair", set(), 192, gates.above_128, gates.values_to_128),
-    _hopper_backward("wide", _HELD, 256, gates.above_128, gates.room_for_dropout),
+    _hopper_backward("wide", _TAKEN, 256, gates.above_128, gates.room_for_dropout),
     Variant(
         "portable",
         "backward",

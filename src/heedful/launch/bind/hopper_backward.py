@@ -145,10 +145,11 @@ def _visits(problem: AttentionProblem, config: HopperBackwardConfig, buffers: Bu
     is_packed = problem.varlen_q or problem.varlen_k
     batch = problem.batch if is_packed or keys.steps[0] else 1
     heads = problem.heads_k if keys.steps[1] else 1
-    boxes = config.block_n // problem.block_mask
+    boxes = max(1, config.block_n // problem.block_mask)
+    blocks = ceil_div(keys.shape[2] * problem.block_mask, config.block_n)
     visits = (keys.shape[-1] - 2) // 2 * boxes * _list_heads(problem, buffers)
-    shape = batch, heads, ceil_div(keys.shape[2], boxes), 2 + visits * (1 + boxes)
-    return Workspace.of("visits", *shape, dtype="int32")
+    numbers = 2 + visits * (1 + boxes)
+    return Workspace.of("visits", batch, heads, blocks, numbers, dtype="int32")
 
 
 def _lists(problem: AttentionProblem, buffers: Buffers) -> args.BackwardLists:

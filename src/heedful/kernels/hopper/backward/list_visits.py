@@ -1,6 +1,6 @@
 """For the Hopper backward: which query tiles visit a key tile by their block mask.
 
-The kernel is `list_visits`, launched before the prologue. A key tile of 128 keys has one list. It
+The kernel is `list_visits`, launched before the prologue. A key tile has one list. It
 begins with how many query tiles visit, and how many of them need a mask: these come first. Each
 visit is a query tile of the mask, times the query heads that the list is of, plus which of them;
 then, for each tile of the mask's keys in the key tile, the index of bits, WHOLE or HIDDEN. So two
@@ -83,7 +83,7 @@ def list_visits(
     """Stores the lists. mask: with the lists of key tiles. The grid has a program for each key tile
     of each batch entry and KV head that has lists of its own."""
     SIDE: tl.constexpr = mask.blocks.SIDE
-    HALVES: tl.constexpr = BLOCK_N // SIDE
+    HALVES: tl.constexpr = 2 if BLOCK_N > SIDE else 1
     NUMBERS: tl.constexpr = 1 + HALVES
     block = tl.program_id(0) % io.blocks
     bg = tl.program_id(0) // io.blocks

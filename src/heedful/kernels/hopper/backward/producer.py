@@ -72,11 +72,13 @@ def load_bounds(params, tile, head, row):
 
 @gluon.jit
 def store_bits(shared, params, tile, blocks, visit, first, row, state):
-    """`store_words` by a block mask, if the visit is its work tile's first or needs a mask."""
+    """`store_words` by a block mask, if the visit is its work tile's first or needs a mask, or if
+    consumers mask every visit."""
+    ALWAYS: gl.constexpr = params.tile.DQ_REGS is None
     SIDE: gl.constexpr = params.mask.blocks.SIDE
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     _ahead, place, entry = listed_visit(params, tile, blocks, visit)
-    if (place < blocks.full_begin) | (visit == first):
+    if ALWAYS or (place < blocks.full_begin) | (visit == first):
         barrier.wait(shared.q.empty.index(state.index), state.phase ^ 1)
         rows_M = row + gl.arange(0, params.tile.BLOCK_M, layout=layout)
         for i in range(word_count(params)):

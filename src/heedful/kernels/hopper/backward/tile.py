@@ -239,7 +239,7 @@ def places_in_list(params, tile):
 def listed_visit(params, tile, blocks, number):
     """(which of the heads that have this list, place in it, where its entry is) of a visit."""
     STEPS: gl.constexpr = params.mask.blocks.SIDE // params.tile.BLOCK_M
-    NUMBERS: gl.constexpr = 1 + params.tile.BLOCK_N // params.mask.blocks.SIDE
+    NUMBERS: gl.constexpr = 3 if params.tile.BLOCK_N > params.mask.blocks.SIDE else 2
     ahead = number // blocks.end
     place = number - ahead * blocks.end
     return ahead, place, list_of_visits(params, tile) + 2 + place // STEPS * NUMBERS
