@@ -489,7 +489,6 @@ VARIANTS: tuple[Variant, ...] = (
         kv_dtypes=_QUANTIZED,
         max_dim=MAX_HEAD_DIM,
         least=(("triton", (3, 6)),),
-        unrun=frozenset({"rel_bias"}),
         gates=(
             gates.parts_by_position,
             gates.whole_probs,
@@ -515,7 +514,6 @@ VARIANTS: tuple[Variant, ...] = (
         _EVERY_FEATURE - {"kv_batch_idx"},
         gathers_pages=True,
         least=(("triton", (3, 6)),),
-        unrun=frozenset({"rel_bias"}),
         gates=(gates.wide_float32, gates.blocks_without_scores),
         configs=("portable.backward_keys", "portable.backward_queries", "portable.scores"),
         program="heedful.launch.bind.portable",
