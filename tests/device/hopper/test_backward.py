@@ -103,6 +103,30 @@ PAIR = [
 ]
 
 
+# Both consumers are one role (launch/bind/hopper_backward.py), in all ways of dealing work tiles.
+ONE_ROLE = [
+    (replace(SMALL, head_dim=dim, **({"causal": True} | mods | more)), backend)
+    for dim in (64, 128)
+    for mods in ({"softcap": 5.0}, {"dropout_p": 0.3})
+    for more, backend in (
+        (TILES, "hopper"),
+        (TILES | {"deterministic": True}, "hopper"),
+        (TILES | {"deterministic": True}, "hopper+splits=3"),
+        (TILES, "hopper+splits=2"),
+        ({"varlen": "qk", "batch": 5}, "hopper"),
+        ({"varlen": "qk", "batch": 5, "deterministic": True}, "hopper"),
+        ({"varlen": "q", "batch": 3}, "hopper"),
+        ({"varlen": "k", "batch": 3, "causal": False}, "hopper"),
+        ({"seqlen_q": 1300, "seqlen_k": 1500, "window": (200, 30)}, "hopper"),
+    )
+]
+MORE += [
+    replace(SMALL, head_dim=dim, head_dim_v=dim_v, dropout_p=0.3, **mods)
+    for dim, dim_v in ((256, 256), (192, 192), (136, 200), (192, 128), (96, 96))
+    for mods in ({}, {"causal": True}, {"varlen": "qk", "batch": 4})
+]
+
+
 def check(case: Case, backend: str = "hopper") -> None:
     prepared = Prepared(backend)
     run(prepared, case, "cuda")
@@ -117,6 +141,11 @@ def test_gradients_are_within_their_error_budget(case):
 @pytest.mark.parametrize("case", twins(MORE, "float16"), ids=str)
 def test_gradients_with_dropout_and_of_packed_sequences_are_within_their_budget(case):
     check(case)
+
+
+@pytest.mark.parametrize("case, backend", ONE_ROLE, ids=str)
+def test_gradients_by_one_role_of_both_consumers_are_within_their_budget(case, backend):
+    check(case, backend)
 
 
 @pytest.mark.parametrize("case", twins(WIDE, "float16"), ids=str)

@@ -503,7 +503,7 @@ VARIANTS: tuple[Variant, ...] = (
     _hopper_backward("backward", {*_TAKEN, "deterministic"}, 128, gates.equal_head_dims),
     # Consumers add to dQ themselves, and take no turns. Words of a block mask have no room.
     _hopper_backward("pair", set(), 192, gates.above_128, gates.values_to_128),
-    _hopper_backward("wide", _TAKEN, 256, gates.above_128, gates.room_for_dropout),
+    _hopper_backward("wide", _TAKEN, 256, gates.above_128),
     Variant(
         "portable",
         "backward",

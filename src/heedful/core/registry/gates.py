@@ -172,14 +172,6 @@ def values_to_128(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return f"V's head_dim {dim_v}: takes up to 128" if dim_v > 128 else None
 
 
-def room_for_dropout(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """Threads exchange a dropout mask through 3.5 KiB of shared memory, more than the tiles
-    leave."""
-    if problem.dropout_p > 0 and min(problem.head_dim, problem.head_dim_v) > 128:
-        return "the backward of dropout with Q, K and V above 128"
-    return None
-
-
 def near_softcap(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     """With a larger softcap scores may be far from 0, and the kernel that computes such rows again
     has another tanh."""

@@ -339,10 +339,9 @@ class HopperBackwardConfig(TileConfig):
     splits: int = 1
 
     def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
-        # Two stages of wide keys would fill shared memory, through which bits of dropout change
-        # their layout, and where the words of a block mask lie.
-        more = problem.dropout_p > 0 or problem.block_mask > 0
-        return replace(self, k_stages=1) if more and problem.head_dim > 64 else self
+        # Two stages of wide keys would fill shared memory, where the words of a block mask lie.
+        fits = problem.block_mask == 0 or problem.head_dim <= 64
+        return self if fits else replace(self, k_stages=1)
 
 
 def backward_dim(dim: int) -> int:

@@ -11,14 +11,12 @@ import triton.language as tl
 def philox_words(c0, c1, c2, c3, key0, key1):
     """The four words of counters (c0, c1, c2, c3); all are uint32 and broadcast."""
     for _ in tl.static_range(10):
-        hi0 = tl.umulhi(c0, 0xD2511F53)
-        lo0 = c0 * 0xD2511F53
-        hi2 = tl.umulhi(c2, 0xCD9E8D57)
-        lo2 = c2 * 0xCD9E8D57
-        c0 = hi2 ^ c1 ^ key0
-        c1 = lo2
-        c2 = hi0 ^ c3 ^ key1
-        c3 = lo0
+        product0 = c0.to(tl.uint64) * 0xD2511F53
+        product2 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (product2 >> 32).to(tl.uint32) ^ c1 ^ key0
+        c1 = product2.to(tl.uint32)
+        c2 = (product0 >> 32).to(tl.uint32) ^ c3 ^ key1
+        c3 = product0.to(tl.uint32)
         key0 += 0x9E3779B9
         key1 += 0xBB67AE85
     return c0, c1, c2, c3
@@ -44,12 +42,11 @@ def origin_of(dropout):
 
 
 @triton.jit
-def kept_quads(dropout, quads, rows, head, batch, zeros):
-    """Which scores of four neighbouring keys are kept, as four int8 tensors shaped like `zeros`.
-    quads: the first key of each four; rows: query rows; both broadcast, and have the origin added.
-    """
+def quad_words(dropout, quads, rows, head, batch, zeros):
+    """The words of four neighbouring keys, as four uint32 tensors shaped like `zeros`. quads: the
+    first key of each four; rows: query rows; both broadcast, and have the origin added."""
     key0, key1 = seed_words(dropout.seed)
-    w0, w1, w2, w3 = philox_words(
+    return philox_words(
         zeros + (quads.to(tl.uint32) >> 2),
         zeros + rows.to(tl.uint32),
         zeros + head.to(tl.uint32),
@@ -57,6 +54,13 @@ def kept_quads(dropout, quads, rows, head, batch, zeros):
         key0,
         key1,
     )
+
+
+@triton.jit
+def kept_quads(dropout, quads, rows, head, batch, zeros):
+    """Which scores of four neighbouring keys are kept, as four int8 tensors. The inputs are those
+    of `quad_words`."""
+    w0, w1, w2, w3 = quad_words(dropout, quads, rows, head, batch, zeros)
     threshold = dropout.threshold.to(tl.uint32)
     k0, k1 = (w0 < threshold).to(tl.int8), (w1 < threshold).to(tl.int8)
     return k0, k1, (w2 < threshold).to(tl.int8), (w3 < threshold).to(tl.int8)

@@ -315,12 +315,9 @@ def _backward_call(
 
 
 def _shares_code(problem: AttentionProblem, config: HopperBackwardConfig, kernel: str) -> bool:
-    """Whether both consumers are one role, see `kernel.backward`. Softcap makes loops long. Dropout
-    would pass its bits between warps, other head dims and key_ranges have not been measured, and
-    deterministic and packed calls have not run so on hardware."""
+    """Whether both consumers are one role, see `kernel.backward`. Softcap and dropout make loops
+    long. Other head dims, key_ranges and block masks have not been measured."""
+    is_long = problem.softcap or problem.dropout_p
     is_measured = problem.head_dim == problem.head_dim_v and problem.head_dim in (64, 128)
-    plain = not (problem.dropout_p or problem.key_ranges or problem.block_mask)
-    plain = plain and not problem.deterministic
-    plain = plain and not (problem.varlen_q or problem.varlen_k)
-    plain = plain and config.block_m == CONSUMER_ROWS and kernel == "hopper.backward"
-    return bool(problem.softcap) and is_measured and plain
+    plain = not (problem.key_ranges or problem.block_mask) and config.block_m == CONSUMER_ROWS
+    return bool(is_long and is_measured and plain) and kernel == "hopper.backward"
