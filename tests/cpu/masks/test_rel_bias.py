@@ -131,3 +131,21 @@ def test_buckets_that_cannot_be_are_refused():
         t5_bias(torch.zeros(32, 2), max_distance=8)
     with pytest.raises(TypeError, match="weight must be a torch.Tensor or a jax.Array"):
         t5_bias([[0.0]])
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_cached_call_gives_what_its_last_rows_give_in_a_dense_one(paged):
+    q, k, v = (t.detach() for t in inputs((2, 40, 4, 16), (2, 40, 2, 16), (2, 40, 2, 16)))
+    rel_bias = torch.randn(4, 9)
+    want = heedful.flash_attn_func(q, k, v, causal=True, rel_bias=rel_bias)[:, 37:]
+    lengths, more = torch.tensor([40, 40], dtype=torch.int32), {}
+    if paged:
+        k, v = (t.reshape(10, 8, 2, 16) for t in (k, v))
+        more = {"block_table": torch.arange(10, dtype=torch.int32).view(2, 5)}
+    cached = {"cache_seqlens": lengths, "causal": True, "rel_bias": rel_bias, **more}
+    for _ in range(2):
+        got = heedful.flash_attn_with_kvcache(q[:, 37:], k, v, **cached)
+        torch.testing.assert_close(got, want)
+    with pytest.raises(ValueError, match="shared_prefix must be None beside rel_bias"):
+        prefix = k[0, :4], v[0, :4]
+        heedful.flash_attn_with_kvcache(q[:, 37:], k, v, **cached, shared_prefix=prefix)

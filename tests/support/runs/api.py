@@ -59,6 +59,7 @@ def call(built: Built, leaves: dict[str, Tensor], **more) -> Any:
         "sink": leaves.get("sink"),
         "alibi_slopes": _slopes(built),
         "key_ranges": x.key_ranges,
+        "rel_bias": leaves.get("rel_bias"),
         "block_mask": block_mask(built, x._asdict()),
     }
     if is_cache_call(built):
@@ -87,7 +88,6 @@ def call(built: Built, leaves: dict[str, Tensor], **more) -> Any:
         "dropout_origin": case.dropout_origin,
         "deterministic": case.deterministic,
         "bias": leaves.get("bias"),
-        "rel_bias": leaves.get("rel_bias"),
         "dropout_seed": x.seed,
         "return_lse": True,
         "return_attn_probs": case.return_probs,
@@ -127,8 +127,7 @@ def is_cache_call(built: Built) -> bool:
     if problem.varlen_q or problem.page_size or problem.quantized_kv:
         return not problem.varlen_q
     has_lengths = x.seqused_k is not None or x.leftpad_k is not None
-    dense_only = case.backward or case.bias or case.rel_bias or case.dropout_p > 0
-    dense_only = dense_only or x.seqused_q is not None
+    dense_only = case.backward or case.bias or case.dropout_p > 0 or x.seqused_q is not None
     return has_lengths and not dense_only
 
 

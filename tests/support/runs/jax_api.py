@@ -70,6 +70,7 @@ def call(built: Built, x: dict[str, Any], **more) -> Any:
         "sink": x.get("sink"),
         "alibi_slopes": slopes,
         "key_ranges": x.get("key_ranges"),
+        "rel_bias": x.get("rel_bias"),
         "block_mask": block_mask(built, x),
     }
     if is_cache_call(built):
@@ -95,7 +96,6 @@ def call(built: Built, x: dict[str, Any], **more) -> Any:
         "dropout_origin": case.dropout_origin,
         "deterministic": case.deterministic,
         "bias": x.get("bias"),
-        "rel_bias": x.get("rel_bias"),
         "dropout_seed": x.get("seed"),
         "return_lse": True,
         "return_attn_probs": case.return_probs,

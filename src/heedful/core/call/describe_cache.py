@@ -191,6 +191,8 @@ def _check_prefix(x: Operands, problem: AttentionProblem, prefix: tuple) -> None
         _refuse("window_size", "no kernel knows each sequence's distance to the prefix")
     if problem.alibi:
         _refuse("alibi_slopes", "no kernel knows each sequence's distance to the prefix")
+    if problem.rel_bias:
+        _refuse("rel_bias", "no kernel knows each sequence's distance to the prefix")
     if x.q.dtype not in FLOATS:
         _refuse("fp8 q", "the prefix has no descale")
     length = None

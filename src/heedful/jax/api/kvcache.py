@@ -64,6 +64,7 @@ def flash_attn_with_kvcache(
     tree_mask: Array | None = None,
     key_ranges: Array | None = None,
     block_mask: BlockMask | None = None,
+    rel_bias: Array | None = None,
     shared_prefix: tuple[Array, Array] | None = None,
     backend: str | None = None,
     numerics: str | None = None,
@@ -111,6 +112,7 @@ def flash_attn_with_kvcache(
         block_mask: a `heedful.BlockMask` of q_len queries and as many keys as a row of the cache or
             of block_table has room for. Positions count from the first of q, and from a sequence's
             first key in the cache. Keys of a shared_prefix do not count.
+        rel_bias: float (heads_q, distances), as of flash_attn_func. Not beside a shared_prefix.
         shared_prefix: (k, v), each (prefix_len, heads_k, head_dim | head_dim_v) or with a leading
             1: keys and values before the cache of every sequence. Rotary positions count them;
             every query sees them all.
@@ -152,6 +154,7 @@ def flash_attn_with_kvcache(
         leftpad_k=cache_leftpad,
         tree_mask=tree_mask,
         key_ranges=key_ranges,
+        rel_bias=rel_bias,
         **block_operands(block_mask, q, k_cache, block_table=block_table),
         k_descale=k_descale,
         v_descale=v_descale,

@@ -55,7 +55,7 @@ from heedful.torch.traced import library
 # The arguments that hold tensors.
 _ARGUMENTS = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens")
 _ARGUMENTS += ("cache_batch_idx", "cache_leftpad", "block_table", "alibi_slopes", "k_descale")
-_ARGUMENTS += ("v_descale", "k_shift", "v_shift", "sink", "tree_mask", "key_ranges")
+_ARGUMENTS += ("v_descale", "k_shift", "v_shift", "sink", "tree_mask", "key_ranges", "rel_bias")
 _ARGUMENTS += ("shared_prefix", "out")
 # The names of the arrays in programs that are not operands.
 _NEW = {"k_new": "k", "v_new": "v", "q_new": "q"}
@@ -92,6 +92,7 @@ def flash_attn_with_kvcache(
     tree_mask: Tensor | None = None,
     key_ranges: Tensor | None = None,
     block_mask: BlockMask | None = None,
+    rel_bias: Tensor | None = None,
     shared_prefix: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
@@ -141,6 +142,7 @@ def flash_attn_with_kvcache(
         block_mask: a `heedful.BlockMask` of q_len queries and as many keys as a row of the cache or
             of block_table has room for. Positions count from the first of q, and from a sequence's
             first key in the cache. Keys of a shared_prefix do not count.
+        rel_bias: float (heads_q, distances), as of flash_attn_func. Not beside a shared_prefix.
         shared_prefix: (k, v), each (prefix_len, heads_k, head_dim | head_dim_v) or with a leading
             1: keys and values before the cache of every sequence. Rotary positions count them;
             every query sees them all.
@@ -188,6 +190,7 @@ def flash_attn_with_kvcache(
         sink,
         tree_mask,
         key_ranges,
+        rel_bias,
         shared_prefix,
         out,
     )
@@ -224,6 +227,7 @@ def flash_attn_with_kvcache(
 # The names of operands in the order of `_ARGUMENTS`, "" for what is none.
 _OPERANDS = ("q", "k", "v", *[""] * 5, "kv_batch_idx", "leftpad_k", "block_table", "alibi_slopes")
 _OPERANDS += ("k_descale", "v_descale", "k_shift", "v_shift", "sink", "tree_mask", "key_ranges")
+_OPERANDS += ("rel_bias",)
 
 
 def _parts(

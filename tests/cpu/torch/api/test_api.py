@@ -142,8 +142,7 @@ def sayable(case: Case) -> Case:
     if not (case.page_size or case.kv_batch_idx or case.tree_mask):
         return case
     case = replace(case, used="k" if "k" in case.used else "")
-    case = replace(case, bias="", rel_bias=0)
-    return replace(case, dropout_p=0.0, return_probs=False, backward=False)
+    return replace(case, dropout_p=0.0, return_probs=False, bias="", backward=False)
 
 
 @settings(max_examples=60)
