@@ -26,6 +26,7 @@ import pytest
 FILES = (
     "tests/device/hopper/test_far_scores.py",
     "tests/device/hopper/test_key_ranges.py",
+    "tests/device/hopper/test_block_masks.py",
     "tests/device/hopper/test_converting.py",
     "tests/device/hopper/test_decode.py",
     "tests/device/hopper/test_mla.py",

@@ -176,7 +176,6 @@ _hopper_possible = excluded(
     {"mask": ("causal-first",), "ranges": (1, 2)},
     {**_LISTS, "ranges": (1, 2)},
     {**_LISTS, "mask": ("causal-first",)},
-    {**_LISTS, "storage": ("varlen", "varlen-paged")},
     {**_LISTS, "alibi": (True,)},
     {**_LISTS, "bias": ("wide", "narrow")},
     {**_LISTS, "dropout": ("quads",)},

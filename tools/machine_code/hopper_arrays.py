@@ -34,6 +34,7 @@ BACKWARD: Factors = {
     "deterministic": FLAGS,
     "dlse": FLAGS,
     "key_ranges": (0, 1, 2),
+    "lists": (0, 128, 64),
 }
 _WIDE = ((256, 256), (192, 128), (192, 192))
 _BACKWARD_PLAIN: Row = {name: values[0] for name, values in BACKWARD.items()}
@@ -42,6 +43,10 @@ _BACKWARD_SEEDS: tuple[Row, ...] = tuple(
     {**_BACKWARD_PLAIN, "dims": dims, "mask": mask}
     for dims in ((64, 64), (128, 128), (256, 256), (192, 128))
     for mask in ("full", "causal")
+) + tuple(
+    {**_BACKWARD_PLAIN, "dims": dims, "lists": side}
+    for dims in ((64, 64), (128, 128), (256, 256))
+    for side in (64, 128)
 )
 
 
@@ -66,6 +71,7 @@ def backward_problem(row: Row) -> AttentionProblem:
         sink=row["sink"],
         deterministic=row["deterministic"],
         key_ranges=row["key_ranges"],
+        block_mask=row["lists"],
         return_lse=True,
         needs_grad=True,
     )
@@ -238,6 +244,9 @@ HOPPER_ARRAYS: dict[str, Array] = {
         excluded(
             {"dims": ((256, 256), (192, 192)), "dropout": (True,)},
             {"dims": _WIDE, "deterministic": (True,)},
+            {"lists": (128, 64), "key_ranges": (1, 2)},
+            {"lists": (128, 64), "deterministic": (True,)},
+            {"lists": (128, 64), "dropout": (True,)},
         ),
         _backward,
         _BACKWARD_SEEDS,
