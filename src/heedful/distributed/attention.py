@@ -56,8 +56,7 @@ def attention(
             them, of documents as a whole.
         window_size: (left, right) or (left, right, first). Under strategy "gather" first keys come
             without dropout.
-        alibi_slopes: float32 (heads_q,). With strategy "gather" under causal masks alone; None with
-            "ring".
+        alibi_slopes: float32 (heads_q,). With first keys under strategy "heads" alone.
         sink: float (heads_q,). Its gradient on a rank comes from that rank's queries or heads; the
             sum over ranks is the whole gradient, as for any other weight.
         dropout_seed: needed where dropout_p > 0, the same on every rank: the mask is the one that
@@ -137,17 +136,11 @@ def _check(q, k, v, plan: ContextPlan, mask: Mask, dropout_p, seed, alibi_slopes
 
 def _check_strategy(strategy: str, mask: Mask, drops: bool, has_slopes: bool) -> None:
     """ValueError for what a strategy cannot compute yet."""
-    under = f"under strategy {strategy!r}: take"
-    if strategy == "ring" and has_slopes:
-        raise ValueError(f"alibi_slopes must be None {under} 'gather' or 'heads'")
-    if strategy == "gather":
-        if has_slopes and (mask.right != 0 or mask.first):
-            raise ValueError(
-                "alibi_slopes must come with causal=True and without window_size[2]"
-                f" {under} 'heads'"
-            )
-        if drops and mask.first:
-            raise ValueError(f"dropout_p must be 0 with window_size[2] {under} 'heads' or 'ring'")
+    under = f"with window_size[2] under strategy {strategy!r}: take"
+    if has_slopes and mask.first and strategy != "heads":
+        raise ValueError(f"alibi_slopes must be None {under} 'heads'")
+    if drops and mask.first and strategy == "gather":
+        raise ValueError(f"dropout_p must be 0 {under} 'heads' or 'ring'")
 
 
 class _Attention(torch.autograd.Function):
@@ -160,7 +153,9 @@ class _Attention(torch.autograd.Function):
             ctx.options = options | {"window_size": _window(mask)}
             out, lse, saved = heads.forward(q, k, v, plan, ctx.options)
         else:
-            which = mask, bool(options["dropout_p"]), q.device
+            slopes = options["alibi_slopes"] is not None
+            alone = slopes and (plan.strategy == "ring" or mask.right != 0)
+            which = mask, alone or bool(options["dropout_p"]), q.device
             if plan.strategy == "ring":
                 ctx.by, ctx.on = ring, plan.steps(*which)
             else:

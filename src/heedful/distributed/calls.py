@@ -9,6 +9,15 @@ from heedful.core.call.operands import Gradients
 from heedful.torch import attention_backward, flash_attn_func, flash_attn_varlen_func
 
 
+def placed(part: Any, offset: int) -> dict[str, Any]:
+    """The window and `q_offset` of a call of one sequence, so that ALiBi's distances are those of
+    the whole. part: a `Call` or `Part`, whose window has the last query on the last key."""
+    (queries,), (keys,), (left, right) = part.lengths_q, part.lengths_k, part.window
+    extra = keys - queries - offset
+    bounds = left if left < 0 else left - extra, right if right < 0 else right + extra
+    return {"window_size": bounds, "q_offset": offset}
+
+
 def attended(given: Sequence[Tensor], more: dict[str, Any], out: Tensor) -> Tensor:
     """Writes the attention of q, k and v, which are packed rows, to `out`; returns lse."""
     if "cu_seqlens_q" in more:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heedful.distributed.calls import attended, differentiated
+from heedful.distributed.calls import attended, differentiated, placed
 from heedful.distributed.cost import head_groups
 from heedful.distributed.exchange import Exchange, copy, head_start, side_by_side
 from heedful.distributed.plan import ContextPlan, OnDevice
@@ -140,6 +140,9 @@ def _arguments(options: dict[str, Any], on: OnDevice, index: int, group: Group) 
     if made.get("dropout_p"):
         (piece,), (first,) = call.pieces, call.firsts
         made["dropout_origin"] = (piece.document, group.queries.start, piece.begin, first)
+    if made.get("alibi_slopes") is not None and on.one_by_one:
+        (piece,), (first,) = call.pieces, call.firsts
+        made |= placed(call, piece.begin - first)
     return made
 
 

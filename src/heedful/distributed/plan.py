@@ -24,9 +24,10 @@ STRATEGIES = ("gather", "heads", "ring")
 
 @dataclass(frozen=True)
 class OnDevice:
-    """A schedule, and the cu_seqlens of its calls on a device."""
+    """A schedule, and the cu_seqlens of its calls on a device. one_by_one: of `gathered`."""
 
     schedule: Schedule
+    one_by_one: bool
     cu_q: tuple[Tensor, ...]
     cu_k: tuple[Tensor, ...]
 
@@ -152,6 +153,7 @@ class ContextPlan:
 
         return OnDevice(
             made,
+            one_by_one,
             tuple(_cumulative(call.lengths_q, device) for call in made.calls),
             tuple(_cumulative(call.lengths_k, device) for call in made.calls),
         )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heedful.distributed.calls import attended, differentiated
+from heedful.distributed.calls import attended, differentiated, placed
 from heedful.distributed.exchange import Exchange, head_start, side_by_side
 from heedful.distributed.plan import ContextPlan, StepsOnDevice
 from heedful.distributed.rings import Part, Step
@@ -73,6 +73,9 @@ def _calls(
         if made.get("dropout_p"):
             ((document, row, key),) = part.begins
             made["dropout_origin"] = document, 0, row, key
+        if made.get("alibi_slopes") is not None:
+            ((_, row, key),) = part.begins
+            made |= placed(part, row - key)
         yield part, made
 
 

@@ -9,7 +9,7 @@ from heedful.bench.parallel import captured
 from heedful.distributed import attention, plan
 from support.problems import budget
 from support.problems.cases import build
-from support.runs.context import CASES, NOT_IN_RINGS, computed
+from support.runs.context import CASES, computed
 from support.runs.ranks import Ranks
 
 pytestmark = [
@@ -36,8 +36,6 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_gpus_compute_what_the_oracle_does(ranks, name, dim, strategy, layout):
-    if strategy == "ring" and name in NOT_IN_RINGS:
-        pytest.skip("refused by name")
     case = replace(CASES[name], head_dim=dim, head_dim_v=dim, dtype="bfloat16")
     found, *_ = ranks.run(computed, case, strategy, layout, "cuda")
     budget.check(build(case), found)

@@ -86,6 +86,7 @@ def call(built: Built, leaves: dict[str, Tensor], **more) -> Any:
     keywords |= {
         "dropout_p": case.dropout_p,
         "dropout_origin": case.dropout_origin,
+        "q_offset": None if case.bottom_right else case.shift,
         "deterministic": case.deterministic,
         "bias": leaves.get("bias"),
         "dropout_seed": x.seed,

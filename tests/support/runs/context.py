@@ -39,14 +39,12 @@ CASES = {
     "sink": packed(sink=True),
     "softcap": packed(softcap=3.0),
     "ALiBi": packed(alibi="h"),
+    "ALiBi of a window": packed(alibi="h", causal=False, window=(90, 30)),
+    "ALiBi of all keys": packed(alibi="h", causal=False, softcap=3.0),
     "dropout": packed(dropout_p=0.2, window=(300, 0)),
     "bfloat16": packed(dtype="bfloat16", sink=True),
     "a head each": packed(heads_k=8, head_dim_v=16),
 }
-
-
-# What the strategy "ring" refuses.
-NOT_IN_RINGS = ("ALiBi",)
 
 
 def planned(case: Case, strategy: str, layout: str) -> ContextPlan:

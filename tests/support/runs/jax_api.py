@@ -94,6 +94,7 @@ def call(built: Built, x: dict[str, Any], **more) -> Any:
     keywords |= {
         "dropout_p": case.dropout_p,
         "dropout_origin": case.dropout_origin,
+        "q_offset": None if case.bottom_right else case.shift,
         "deterministic": case.deterministic,
         "bias": x.get("bias"),
         "dropout_seed": x.get("seed"),

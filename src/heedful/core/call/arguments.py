@@ -42,6 +42,7 @@ class Options(NamedTuple):
     return_attn_probs: Any = False
     return_lse: Any = False
     num_splits: Any = 0
+    q_offset: Any = None
     backend: Any = None
     dropout_origin: Any = WHOLE
 
@@ -171,7 +172,7 @@ def plain_options(options: Options, whole=whole, real=real, truth=truth) -> Opti
     kind, scale = options.kind, options.softmax_scale
     if options.backend is not None and not isinstance(options.backend, str):
         wrong_type("backend", "a str or None", options.backend)
-    longest_q, longest_k = options.max_seqlen_q, options.max_seqlen_k
+    longest_q, longest_k, offset = options.max_seqlen_q, options.max_seqlen_k, options.q_offset
     if kind == "varlen":
         longest_q = whole("max_seqlen_q", longest_q)
         longest_k = whole("max_seqlen_k", longest_k)
@@ -188,6 +189,7 @@ def plain_options(options: Options, whole=whole, real=real, truth=truth) -> Opti
         return_attn_probs=truth("return_attn_probs", options.return_attn_probs),
         return_lse=truth(argument_name("return_lse", kind), options.return_lse),
         num_splits=numbers.parts(whole("num_splits", options.num_splits)),
+        q_offset=None if offset is None else whole("q_offset", offset, "an int or None"),
         backend=options.backend,
         dropout_origin=plain_origin(options.dropout_origin, whole),
     )

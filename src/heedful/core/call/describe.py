@@ -93,7 +93,7 @@ def check(call: AttentionCall) -> AttentionProblem:
         kv_dtype=kv_dtype,
         out_dtype=default_out_dtype(dtype) if call.out is None else call.out.dtype,
         scale=1.0 / math.sqrt(sizes.head_dim) if scale is None else scale,
-        mask=_mask(options.causal, tuple(options.window_size)),
+        mask=_mask_of(options, x.alibi_slopes is not None),
         softcap=options.softcap,
         dropout_p=options.dropout_p,
         total_q=x.q.shape[0] if varlen else None,
@@ -127,6 +127,18 @@ def check(call: AttentionCall) -> AttentionProblem:
     problem.validate()
     _check_window(x, options, sizes)
     return problem
+
+
+def _mask_of(options: Options, has_slopes: bool) -> MaskSpec:
+    """The mask of a call. Raises TypeError or ValueError."""
+    offset, window = options.q_offset, tuple(options.window_size)
+    if offset is None:
+        return _mask(options.causal, window)
+    if not -FAR < offset < FAR:
+        raise ValueError(f"q_offset must be between -{FAR} and {FAR}, got {offset}")
+    mask = _mask(options.causal, window, bottom_right=False, shift=offset)
+    # Where nothing depends on the diagonal, all have the same plan and kernels.
+    return mask if mask.bounded or has_slopes else _mask(options.causal, window)
 
 
 class _Sizes(NamedTuple):

@@ -73,13 +73,14 @@ def dot_product_attention(
         causal=is_causal,
         window_size=_window(local_window_size),
         return_lse=plain_flag("return_residual", return_residual),
+        q_offset=0,
         backend=implementation,
         dropout_origin=WHOLE,
     )
     x = Operands(q, k, v, bias=_biased(bias, mask))
     if is_packed:
         x = _packed(x, query_seq_lengths, key_value_seq_lengths)
-    results = run(x, options, top_left=True)
+    results = run(x, options)
     out = results[0].reshape(*query.shape[:-1], value.shape[-1])
     if not return_residual:
         return out

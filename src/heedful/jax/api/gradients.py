@@ -36,6 +36,7 @@ def attention_backward(
     softcap: float = 0.0,
     alibi_slopes: Array | None = None,
     deterministic: bool = False,
+    q_offset: int | None = None,
     key_ranges: Array | None = None,
     block_mask: BlockMask | None = None,
     bias: Array | None = None,
@@ -86,6 +87,7 @@ def attention_backward(
         softcap=softcap,
         deterministic=deterministic,
         return_lse=True,
+        q_offset=q_offset,
         backend=backend,
         dropout_origin=dropout_origin,
     )

@@ -54,15 +54,14 @@ def attend(x: Operands, options: Options, seed: Any = None) -> Any:
     return results[0] if len(results) == 1 else results
 
 
-def run(x: Operands, options: Options, seed: Any = None, top_left: bool = False) -> tuple:
-    """(out,), (out, lse) or (out, lse, probs), as the options ask. top_left: whether the mask's
-    diagonal begins at the first query and key."""
+def run(x: Operands, options: Options, seed: Any = None) -> tuple:
+    """(out,), (out, lse) or (out, lse, probs), as the options ask."""
     check_arrays(x, options)
     if symbolic.is_symbolic(x):
         seed = None if seed is None else seed_words(seed)
-        return symbolic.one_by_one(partial(run, top_left=top_left), x, options, seed)
+        return symbolic.one_by_one(run, x, options, seed)
     _, x, options, words = _checked(x, options, seed)
-    return computed(x, options, words, top_left)
+    return computed(x, options, words)
 
 
 def _checked(
@@ -162,15 +161,13 @@ def adapted(x: Operands) -> Operands:
     return x
 
 
-def computed(
-    x: Operands, options: Options, origin: Array | None = None, top_left: bool = False
-) -> tuple:
+def computed(x: Operands, options: Options, origin: Array | None = None) -> tuple:
     """The results of a checked call of adapted arrays."""
     count = 3 if options.return_attn_probs else 2 if options.return_lse else 1
     x, origin = sharding.alike((x, origin))
     differentiable = Differentiable(*(getattr(x, name) for name in Differentiable._fields))
     rest = x._replace(**dict.fromkeys(Differentiable._fields))
-    results: Any = _attention(Static((), options, top_left=top_left), differentiable, rest, origin)
+    results: Any = _attention(Static((), options), differentiable, rest, origin)
     if count == 3 and len(results) == 2:
         results = (*results, jnp.zeros((0,), results[0].dtype))
     return results

@@ -30,15 +30,14 @@ class Static(NamedTuple):
     """The static facts of a primitive's call, beside its arrays.
 
     names: of its arrays in order: operands, "origin" if that is an array, and of a backward those
-    of SAVED. needs_grad, bias_grad: as AttentionCall's. top_left: whether the mask's diagonal
-    begins at the first query and key. keeps_rest: as AttentionProblem's, whatever the platform.
+    of SAVED. needs_grad, bias_grad: as AttentionCall's. keeps_rest: as AttentionProblem's,
+    whatever the platform.
     """
 
     names: tuple[str, ...]
     options: Options
     needs_grad: bool = False
     bias_grad: bool = False
-    top_left: bool = False
     keeps_rest: bool = False
 
     def named(self, arrays) -> dict[str, Any]:
@@ -54,8 +53,7 @@ class Static(NamedTuple):
 def _problem_of(specs: Operands, static: Static) -> AttentionProblem:
     """The problem of operands with these ArraySpecs."""
     problem_ = describe(AttentionCall(specs, static.options, static.needs_grad, static.bias_grad))
-    mask = replace(problem_.mask, bottom_right=not static.top_left)
-    return replace(problem_, mask=mask, keeps_rest=static.keeps_rest)
+    return replace(problem_, keeps_rest=static.keeps_rest)
 
 
 def problem(static: Static, arrays) -> AttentionProblem:

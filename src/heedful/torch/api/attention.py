@@ -39,6 +39,7 @@ def flash_attn_func(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
+    q_offset: int | None = None,
     key_ranges: Tensor | None = None,
     block_mask: BlockMask | None = None,
     bias: Tensor | None = None,
@@ -86,6 +87,9 @@ def flash_attn_func(
         seqused_k: int32 or int64 (batch,): how many keys of its row a sequence uses, from leftpad_k
             on; by default all. The others are never read, and have a gradient of 0.
         leftpad_k: int32 or int64 (batch,): where in its row the keys of a sequence begin.
+        q_offset: places the diagonal: causal query i sees keys up to i + q_offset, counted from its
+            sequence's first query and first key; windows and ALiBi measure from there. By default
+            aligned bottom right.
         key_ranges: int32 (batch or 1, heads_q or 1, seqlen_q, 2 or 4): a query sees keys [a, b) of
             its own, or those of two such ranges, among those that the other masks show. Positions
             count from its sequence's first key. A range is cut to the keys that exist; one with a
@@ -151,6 +155,7 @@ def flash_attn_func(
         return_attn_probs=return_attn_probs,
         return_lse=return_lse,
         num_splits=num_splits,
+        q_offset=q_offset,
         backend=backend,
         dropout_origin=dropout_origin,
     )
@@ -207,6 +212,7 @@ def flash_attn_varlen_func(
     *,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    q_offset: int | None = None,
     key_ranges: Tensor | None = None,
     block_mask: BlockMask | None = None,
     bias: Tensor | None = None,
@@ -288,6 +294,7 @@ def flash_attn_varlen_func(
         return_attn_probs=return_attn_probs,
         return_lse=return_lse,
         num_splits=num_splits,
+        q_offset=q_offset,
         backend=backend,
         dropout_origin=dropout_origin,
     )

@@ -51,6 +51,7 @@ def attention_backward(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
+    q_offset: int | None = None,
     key_ranges: Tensor | None = None,
     block_mask: BlockMask | None = None,
     bias: Tensor | None = None,
@@ -114,6 +115,7 @@ def attention_backward(
         softcap=softcap,
         deterministic=deterministic,
         return_lse=True,
+        q_offset=q_offset,
         backend=backend,
         dropout_origin=dropout_origin,
     )

@@ -26,14 +26,14 @@ from heedful.torch.traced.private import (
 
 @untraced
 def attention_autograd(run, keyset, *args):
-    """The rule of heedful::attention_v5, which `run` computes."""
-    return _differentiable(Attention, run, torch.ops.heedful.attention_v5.default, keyset, args)
+    """The rule of heedful::attention_v6, which `run` computes."""
+    return _differentiable(Attention, run, torch.ops.heedful.attention_v6.default, keyset, args)
 
 
 @untraced
 def backward_autograd(run, keyset, *args):
-    """The rule of heedful::attention_v5_backward, which `run` computes."""
-    op = torch.ops.heedful.attention_v5_backward.default
+    """The rule of heedful::attention_v6_backward, which `run` computes."""
+    op = torch.ops.heedful.attention_v6_backward.default
     return _differentiable(Backward, run, op, keyset, args)
 
 
@@ -44,7 +44,7 @@ def inference_autograd(op, options: Options, args: tuple):
     _refuse_tangents(args)
     if not wants_gradients(args):
         return below_autograd(op, args)
-    return torch.ops.heedful.attention_v5.default(*Operands(*args[:3]), *options, True)[0]
+    return torch.ops.heedful.attention_v6.default(*Operands(*args[:3]), *options, True)[0]
 
 
 def _differentiable(function: type[OneLevelFunction], run, op, keyset, args: tuple):
@@ -88,7 +88,7 @@ class Attention(OneLevelFunction):
         out, lse, *x = ctx.saved_tensors
         needs = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=False))
         dout = torch.zeros_like(out) if dout is None else dout
-        dq, dk, dv, dbias, dsink, drel_bias = torch.ops.heedful.attention_v5_backward.default(
+        dq, dk, dv, dbias, dsink, drel_bias = torch.ops.heedful.attention_v6_backward.default(
             dout, dlse, out, lse, *x, *ctx.options, needs["bias"], needs["k"] or needs["v"]
         )
         grads = Operands(dq, dk, dv, bias=dbias, sink=dsink, rel_bias=drel_bias)

@@ -12,9 +12,9 @@ from heedful.torch.traced.private import untraced
 
 @untraced
 def attention_vmap(info, in_dims, *args):
-    """The rule of heedful::attention_v5."""
+    """The rule of heedful::attention_v6."""
     x, options, _ = split(args)
-    op = torch.ops.heedful.attention_v5.default
+    op = torch.ops.heedful.attention_v6.default
     if not _joins(x, Operands._make(in_dims[: len(x)]), options):
         return _one_by_one(op, info.batch_size, in_dims, args)
     folded = [_fold(t, dim, info.batch_size) for t, dim in zip(x[:3], in_dims, strict=False)]
@@ -25,9 +25,9 @@ def attention_vmap(info, in_dims, *args):
 
 @untraced
 def prefixed_vmap(info, in_dims, *args):
-    """The rule of heedful::prefixed_attention_v4."""
+    """The rule of heedful::prefixed_attention_v5."""
     x, options, _ = split(args[2:])
-    op, size = torch.ops.heedful.prefixed_attention_v4.default, info.batch_size
+    op, size = torch.ops.heedful.prefixed_attention_v5.default, info.batch_size
     dims = Operands._make(in_dims[2 : 2 + len(x)])
     if in_dims[:2] != (None, None) or not _joins(x, dims, options):
         return _one_by_one(op, size, in_dims, args)
@@ -48,9 +48,9 @@ def inference_vmap(op, info, in_dims, *args):
 
 @untraced
 def backward_vmap(info, in_dims, *args):
-    """The rule of heedful::attention_v5_backward."""
+    """The rule of heedful::attention_v6_backward."""
     x, options, (bias_grad, _) = split(args[4:])
-    op = torch.ops.heedful.attention_v5_backward.default
+    op = torch.ops.heedful.attention_v6_backward.default
     size = info.batch_size
     # The gradient of a sink or a bias sums over the batch, which must not be merged with another's.
     alone = x.sink is not None or x.rel_bias is not None or bias_grad

@@ -1,5 +1,5 @@
 """The same calls as operators of torch's dispatcher: for torch.compile, functorch transforms, fake
-tensors and subclasses. `torch.ops.heedful.attention_v5` and its backward share validation, planning
+tensors and subclasses. `torch.ops.heedful.attention_v6` and its backward share validation, planning
 and runners with the eager path; this file only describes them to the dispatcher.
 """
 
@@ -54,6 +54,7 @@ _TYPES = {
     "return_attn_probs": "bool",
     "return_lse": "bool",
     "num_splits": "int",
+    "q_offset": "int?",
     "backend": "str?",
     "dropout_origin": "int[]",
 }
@@ -63,13 +64,13 @@ _OPTIONS = ", ".join(f"{_TYPES[name]} {name}" for name in Options._fields)
 # name. So does `inference`, whose code calls attention under a transform.
 LIBRARY = torch.library.Library("heedful", "DEF")
 _SCHEMAS = (
-    f"attention_v5({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
+    f"attention_v6({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
     " -> (Tensor out, Tensor lse, Tensor probs)",
-    f"attention_v5_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS},"
+    f"attention_v6_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS},"
     f" {_OPTIONS}, bool bias_grad, bool kv_grad)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink, Tensor drel_bias)",
     # A cache that is not extended, and a prefix before it: see api/prefix.py.
-    f"prefixed_attention_v4(Tensor k_prefix, Tensor v_prefix, {_OPERANDS}, {_OPTIONS})"
+    f"prefixed_attention_v5(Tensor k_prefix, Tensor v_prefix, {_OPERANDS}, {_OPTIONS})"
     " -> (Tensor out, Tensor lse)",
     # A second derivative, which raises when it is computed: it can be traced where it is not
     # wanted.
@@ -122,7 +123,7 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
         check_out(*map(abstract_spec, (out, x.q, x.v)))
     if out is None and not wants_grad and _is_bare(x, plain):
         return torch.ops.heedful.inference_v4.options(*x[:3], *_inference_arguments(plain))
-    result, lse, probs = torch.ops.heedful.attention_v5.default(*x, *plain, wants_grad)
+    result, lse, probs = torch.ops.heedful.attention_v6.default(*x, *plain, wants_grad)
     if out is not None:
         if out.dtype != result.dtype:
             # A copy would not have what rounding took.
@@ -170,7 +171,7 @@ def differentiate(
     if not is_compiling():
         _check_saved(_problem(x, plain, bias_grad), saved)
     args = (*saved, *x, *plain, bias_grad, True)
-    dq, dk, dv, *more = torch.ops.heedful.attention_v5_backward.default(*args)
+    dq, dk, dv, *more = torch.ops.heedful.attention_v6_backward.default(*args)
     wanted = bias_grad, x.sink is not None, x.rel_bias is not None
     pairs = zip(more, wanted, strict=True)
     return Gradients(dq, dk, dv, *(grad if is_wanted else None for grad, is_wanted in pairs))
@@ -227,6 +228,7 @@ def _is_usual(q, k, v, options: Options) -> bool:
         and options.softcap == 0.0
         and (options.deterministic, options.return_attn_probs, options.return_lse) == (False,) * 3
         and options.num_splits == 0
+        and options.q_offset is None
         and options.backend is None
         and options.dropout_origin == (0, 0, 0, 0)
         and not (
@@ -236,8 +238,10 @@ def _is_usual(q, k, v, options: Options) -> bool:
 
 
 def _is_bare(x: Operands, options: Options) -> bool:
-    """Whether q, k and v are the only operands and `out` is the only result."""
-    return options.kind == "dense" and results_of(options) == 0 and all(t is None for t in x[3:])
+    """Whether q, k and v are the only operands, `out` the only result, and inference takes the
+    options."""
+    usual = options.kind == "dense" and options.q_offset is None and results_of(options) == 0
+    return usual and all(t is None for t in x[3:])
 
 
 def _call(x: Operands, options: Options, needs_grad: bool, bias_grad: bool) -> Call:
@@ -376,8 +380,8 @@ def take_shards() -> None:
 @cache
 def _take_shards() -> None:
     rules = {
-        "attention_v5": sharded.attend,
-        "attention_v5_backward": sharded.differentiate,
+        "attention_v6": sharded.attend,
+        "attention_v6_backward": sharded.differentiate,
         "second_backward": lambda op, args: sharded.twice(op, *args),
         **{name: partial(_inference_of_shards, of) for name, of in _OVERLOADS.items()},
     }
@@ -402,20 +406,20 @@ def _autocasting(name: str, count: int, device_type: str):
 
 
 for _name, _kernel, _fake in (
-    ("attention_v5", _attention, _attention_fake),
-    ("attention_v5_backward", _backward, _backward_fake),
+    ("attention_v6", _attention, _attention_fake),
+    ("attention_v6_backward", _backward, _backward_fake),
     ("second_backward", _second_backward, _second_backward_fake),
     ("kept_seed", _kept_seed, torch.empty_like),
 ):
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"heedful::{_name}", _fake)
-torch.library.register_vmap("heedful::attention_v5", attention_vmap)
-torch.library.register_vmap("heedful::attention_v5_backward", backward_vmap)
+torch.library.register_vmap("heedful::attention_v6", attention_vmap)
+torch.library.register_vmap("heedful::attention_v6_backward", backward_vmap)
 torch.library.register_vmap("heedful::kept_seed", seed_vmap)
 keep_result(torch.ops.heedful.kept_seed.default)
-LIBRARY.impl("attention_v5", partial(attention_autograd, _attention), "Autograd", with_keyset=True)
+LIBRARY.impl("attention_v6", partial(attention_autograd, _attention), "Autograd", with_keyset=True)
 LIBRARY.impl(
-    "attention_v5_backward", partial(backward_autograd, _backward), "Autograd", with_keyset=True
+    "attention_v6_backward", partial(backward_autograd, _backward), "Autograd", with_keyset=True
 )
 for _name, _options_of in _OVERLOADS.items():
     _op = _overload(_name)
@@ -425,6 +429,6 @@ for _name, _options_of in _OVERLOADS.items():
     torch.library.register_vmap(f"heedful::{_name}", partial(inference_vmap, _op))
 for _device in ("cpu", "cuda"):
     # q, k, v and the bias of the one; q, k, v of the others.
-    for _name, _tensors in (("attention_v5", 4), ("inference_v4", 3), ("inference_v4.options", 3)):
+    for _name, _tensors in (("attention_v6", 4), ("inference_v4", 3), ("inference_v4.options", 3)):
         _cast = _autocasting(_name, _tensors, _device)
         LIBRARY.impl(_name, _cast, f"Autocast{_device.upper()}")

@@ -219,7 +219,7 @@ class Spread:
 
 
 def attend(op, args: tuple):
-    """heedful::attention_v5 of DTensors."""
+    """heedful::attention_v6 of DTensors."""
     x, options, (needs_grad,) = split(args)
     spread = Spread(x, options, (needs_grad, False))
     problem = spread.problem
@@ -242,7 +242,7 @@ def infer(op, x: Operands, options: Options, rest: tuple):
 
 
 def differentiate(op, args: tuple):
-    """heedful::attention_v5_backward of DTensors."""
+    """heedful::attention_v6_backward of DTensors."""
     dout, dlse, out, lse, *rest = args
     x, options, (bias_grad, kv_grad) = split(tuple(rest))
     spread = Spread(x, options, (True, bias_grad))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import heedful.torch as heedful
 from heedful.core.call.operands import Operands
 
-ATTENTION = torch.ops.heedful.attention_v5.default
+ATTENTION = torch.ops.heedful.attention_v6.default
 ABSENT = (None,) * (len(Operands._fields) - 3)
 
 
@@ -196,7 +196,7 @@ def test_inductor_runs_the_operator():
 
 
 def operator_arguments(kind: str) -> tuple:
-    options = (0.0, None, True, (-1, -1), 0.0, False, False, True, 0, None, (0, 0, 0, 0))
+    options = (0.0, None, True, (-1, -1), 0.0, False, False, True, 0, None, None, (0, 0, 0, 0))
     if kind == "dense":
         return (*dense(), *ABSENT, "dense", None, None, *options, True)
     tensors = inputs((5, 4, 16), (7, 2, 16), (7, 2, 8))
@@ -276,7 +276,7 @@ def test_the_backward_operator_passes_opcheck():
     out, lse, _ = ATTENTION(*args, False)
     cotangents = torch.randn_like(out), torch.randn_like(lse)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    op = torch.ops.heedful.attention_v5_backward.default
+    op = torch.ops.heedful.attention_v6_backward.default
     for kv_grad in (True, False):
         wanted = (False, kv_grad)
         torch.library.opcheck(op, (*cotangents, out, lse, *args, *wanted), test_utils=tests)
@@ -449,6 +449,7 @@ def test_autocast_casts_q_k_v_and_bias(way):
                 False,
                 True,
                 0,
+                None,
                 "cpu",
                 (0, 0, 0, 0),
                 True,

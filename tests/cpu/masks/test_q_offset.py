@@ -1,0 +1,98 @@
+"""q_offset places the diagonal of masks and ALiBi, whatever the lengths are."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import heedful.torch as typed
+from heedful.torch import attention_backward, explain
+from support.problems.budget import check
+from support.problems.cases import Case, build
+from support.runs import jax_api, standin
+from support.runs.api import compiled, dense, results
+
+# What is passed here is more than the signatures say.
+heedful: Any = typed
+
+MASKS = {
+    "causal": {"causal": True},
+    "window": {"window": (9, 4), "sink": True},
+    "first keys": {"window": (6, 0, 5)},
+    "ALiBi": {"alibi": "h", "causal": True},
+    "ALiBi of all keys": {"alibi": "h"},
+}
+LENGTHS = {"dense": {}, "used": {"used": "qk"}, "packed": {"varlen": "qk"}}
+
+
+@pytest.mark.parametrize("offset", [-5, 0, 30])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("name", MASKS)
+def test_it_places_the_diagonal(name, lengths, offset):
+    facts = {"bottom_right": False, "shift": offset, **MASKS[name], **LENGTHS[lengths]}
+    built = build(Case(seqlen_q=21, seqlen_k=30, heads_q=4, head_dim=16, **facts))
+    check(built, results(built))
+    check(built, jax_api.results(built))
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_chunks_of_a_prompt_give_the_whole(way):
+    """Each chunk has its keys, and keys after it that it does not see."""
+    q, k, v = (torch.randn(1, 24, heads, 16, dtype=torch.float64).float() for heads in (4, 2, 2))
+    window: dict[str, Any] = {"causal": True, "window_size": (11, 0)}
+
+    def chunk(q, k, v, begin):
+        return heedful.flash_attn_func(q, k, v, q_offset=begin, **window)
+
+    run = compiled(chunk) if way == "compiled" else chunk
+    whole = heedful.flash_attn_func(q, k, v, **window)
+    for begin in (0, 7, 16):
+        part = slice(begin, begin + 8)
+        torch.testing.assert_close(run(q[:, part], k, v, begin), whole[:, part])
+
+
+def test_gradients_without_autograd_have_it():
+    q, k, v = (tensor.requires_grad_() for tensor in dense())
+    more: dict[str, Any] = {"causal": True, "q_offset": 1}
+    out, lse = heedful.flash_attn_func(q, k, v, return_lse=True, **more)
+    dout = torch.randn_like(out)
+    want = torch.autograd.grad(out, (q, k, v), dout)
+    found = attention_backward(dout, q.detach(), k.detach(), v.detach(), out, lse, **more)
+    for got, wanted in zip(found, want, strict=False):
+        assert torch.equal(got, wanted)
+
+
+def test_what_it_may_be():
+    tensors = dense()
+    two = (heedful.flash_attn_func(*tensors, causal=True, q_offset=o) for o in (2, torch.tensor(2)))
+    assert torch.equal(*two)
+    # Nine queries, twelve keys.
+    assert torch.equal(
+        heedful.flash_attn_func(*tensors, causal=True),
+        heedful.flash_attn_func(*tensors, causal=True, q_offset=3),
+    )
+    for wrong in (1.0, True, torch.tensor([1, 2]), (1,)):
+        with pytest.raises(TypeError, match="q_offset must be an int or None"):
+            heedful.flash_attn_func(*tensors, causal=True, q_offset=wrong)
+    for far in (-(2**29), 2**29):
+        with pytest.raises(ValueError, match="q_offset must be between"):
+            heedful.flash_attn_func(*tensors, causal=True, q_offset=far)
+
+
+def test_without_a_diagonal_it_asks_nothing_of_kernels():
+    q, k, v = dense()
+    assert "shift" not in explain(heedful.flash_attn_func, q, k, v, q_offset=4)
+    assert "shift=4" in explain(heedful.flash_attn_func, q, k, v, q_offset=4, causal=True)
+    slopes = torch.ones(4)
+    assert "shift=4" in explain(heedful.flash_attn_func, q, k, v, q_offset=4, alibi_slopes=slopes)
+
+
+def test_kernels_get_each_calls_offset():
+    """Also those of known calls."""
+    with standin.gpu("H200") as gpu:
+        q, k, v = (torch.randn(1, 300, 2, 64, dtype=torch.bfloat16) for _ in range(3))
+        given = [5, -7, 5, 0, -7]
+        for offset in given:
+            heedful.flash_attn_func(q, k, v, causal=True, q_offset=offset)
+        found = [launch.arguments["params.mask.shift"] for launch in gpu.launches]
+    assert found == given
