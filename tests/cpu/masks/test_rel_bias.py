@@ -149,3 +149,15 @@ def test_a_cached_call_gives_what_its_last_rows_give_in_a_dense_one(paged):
     with pytest.raises(ValueError, match="shared_prefix must be None beside rel_bias"):
         prefix = k[0, :4], v[0, :4]
         heedful.flash_attn_with_kvcache(q[:, 37:], k, v, **cached, shared_prefix=prefix)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("offset", [0, -3, 200])
+def test_the_diagonal_of_q_offset_is_that_of_the_bias(offset, causal):
+    q, k, v = (t.detach() for t in inputs((1, 20, 4, 16), (1, 31, 2, 16), (1, 31, 2, 16)))
+    rel_bias = torch.randn(4, 25)
+    i, j = torch.arange(20)[:, None], torch.arange(31)[None]
+    dense = rel_bias[:, (i + offset - j + 12).clamp(0, 24)]
+    more: Any = {"causal": causal, "q_offset": offset}
+    got = heedful.flash_attn_func(q, k, v, rel_bias=rel_bias, **more)
+    assert torch.equal(got, heedful.flash_attn_func(q, k, v, bias=dense, **more))

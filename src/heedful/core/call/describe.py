@@ -93,7 +93,7 @@ def check(call: AttentionCall) -> AttentionProblem:
         kv_dtype=kv_dtype,
         out_dtype=default_out_dtype(dtype) if call.out is None else call.out.dtype,
         scale=1.0 / math.sqrt(sizes.head_dim) if scale is None else scale,
-        mask=_mask_of(options, x.alibi_slopes is not None),
+        mask=_mask_of(options, x.alibi_slopes is not None or x.rel_bias is not None),
         softcap=options.softcap,
         dropout_p=options.dropout_p,
         total_q=x.q.shape[0] if varlen else None,
@@ -129,8 +129,9 @@ def check(call: AttentionCall) -> AttentionProblem:
     return problem
 
 
-def _mask_of(options: Options, has_slopes: bool) -> MaskSpec:
-    """The mask of a call. Raises TypeError or ValueError."""
+def _mask_of(options: Options, by_distance: bool) -> MaskSpec:
+    """The mask of a call. by_distance: whether scores depend on the distance to its diagonal.
+    Raises TypeError or ValueError."""
     offset, window = options.q_offset, tuple(options.window_size)
     if offset is None:
         return _mask(options.causal, window)
@@ -138,7 +139,7 @@ def _mask_of(options: Options, has_slopes: bool) -> MaskSpec:
         raise ValueError(f"q_offset must be between -{FAR} and {FAR}, got {offset}")
     mask = _mask(options.causal, window, bottom_right=False, shift=offset)
     # Where nothing depends on the diagonal, all have the same plan and kernels.
-    return mask if mask.bounded or has_slopes else _mask(options.causal, window)
+    return mask if mask.bounded or by_distance else _mask(options.causal, window)
 
 
 class _Sizes(NamedTuple):

@@ -228,7 +228,8 @@ class AttentionProblem:
             yield "window"
         if mask.first:
             yield "first_keys"
-        if (mask.bounded or self.alibi) and (mask.shift or not mask.bottom_right):
+        by_distance = self.alibi or self.rel_bias
+        if (mask.bounded or by_distance) and (mask.shift or not mask.bottom_right):
             yield "diagonal"
         yield from (name for name in _FLAGS if getattr(self, name))
         if self.softcap > 0:
