@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from heedful.emulator.clock.constants import CONSTANTS, constant
-from heedful.emulator.clock.grid import makespan, replay
+from heedful.emulator.clock.grid import activity, clock_of, makespan, replay
 from heedful.emulator.clock.trace import Trace
 from objects.timed import CHIPS, KERNELS, Published, Timed, published
 from objects.writing import write_table
@@ -25,9 +25,12 @@ from objects.writing import write_table
 SHORTEST = 4096
 # A figure below this part of the median of its object is listed apart.
 CONTRADICTS = 0.6
-# What the constants are fitted on: clocks on the first two of each chip, atomics on the third.
+# What the constants are fitted on: clocks and the power of data on the first two of each chip,
+# atomics on the third.
 FIT_CLOCK = ("fwd", "a16")
 FIT_ATOMICS = "gfx950 a32 full"
+# The length whose clock counts where atomics are replayed.
+USUAL = 8192
 # Lengths that are replayed; a workgroup's time is linear in the length.
 LENGTHS = {"fwd": (1024, 2048), "full": (768, 1536), "causal": (1152, 2304)}
 _ROWS = (
@@ -36,11 +39,13 @@ _ROWS = (
     "recorded and replayed at two lengths, its time at others is linear, and workgroups are "
     "placed on dies and compute units in launch order. Listed: below 0.6 of the median of its "
     "object, so that the publisher contradicts itself; in no summary. Error: predicted over "
-    "published, less 1. Remade by python -m objects.clock (in tools)."
+    "published, less 1. The clock of a row is that of its power. Remade by python -m objects.clock "
+    "(in tools)."
 )
 _SUMMARY = (
-    "Errors by object, of the rows of 052. Role: clock, the object fits its chip's clock; atomics, "
-    "it fits the rate of atomics; held out, it fits nothing. The a16 backward was to fit that rate "
+    "Errors by object, of the rows of 052. Role: clock, the object fits its chip's clock at full "
+    "power and the power of data, which both chips share; atomics, it fits the rate of atomics; "
+    "held out, it fits nothing. The a16 backward was to fit that rate "
     "and cannot: its replay is not bound by atomics, so gfx950's a32 does, and gfx942 has the same "
     "rate, unfitted. Null: the busiest of MFMA, VALU and LDS, times one constant a chip, fitted on "
     "the same objects as the clock."
@@ -52,36 +57,68 @@ _RATIOS = (
 )
 
 
+Line = tuple[float, float]
+
+
 @dataclass
 class Model:
     """One object's workgroup: its time by length, as a line, and the busiest unit's."""
 
     kernel: Timed
     traces: Mapping[int, Trace]
-    line: tuple[float, float] = (0.0, 0.0)
-    busiest: tuple[float, float] = (0.0, 0.0)
+    line: Line = (0.0, 0.0)
+    busiest: Line = (0.0, 0.0)
+    matrix: Line = (0.0, 0.0)
+    data: Line = (0.0, 0.0)
 
     def replay(self):
         """Set the lines anew, with the constants as they are."""
+        chip = self.kernel.chip
+        clock = constant("clock_full", chip)
+        for _ in range(4):
+            self._replay(clock)
+            clock = clock_of(chip, self.active(USUAL), 1.0)
+            if self.kernel.column == "fwd":
+                return
+
+    def _replay(self, clock_hz: float):
         (n1, first), (n2, second) = (
-            (n, replay(trace)[next(iter(trace.streams))]) for n, trace in self.traces.items()
+            (n, replay(trace, clock_hz=clock_hz)[next(iter(trace.streams))])
+            for n, trace in self.traces.items()
         )
         self.line = _line(n1, first.clocks, n2, second.clocks)
         most = [max(t.busy[u] for u in ("mfma", "valu", "lds")) for t in (first, second)]
         self.busiest = _line(n1, most[0], n2, most[1])
+        matrix = [t.busy["mfma"] for t in (first, second)]
+        self.matrix = _line(n1, matrix[0], n2, matrix[1])
+        weight = constant("data_power", self.kernel.chip)
+        data = [
+            (activity(t, self.kernel.chip) * t.clocks - m) / weight
+            for t, m in zip((first, second), matrix, strict=True)
+        ]
+        self.data = _line(n1, data[0], n2, data[1])
 
-    def clocks(self, row: Published, line: tuple[float, float]) -> float:
-        """Of the launch."""
+    def active(self, length: int) -> float:
+        """Mean activity of a compute unit that has a workgroup."""
+        matrix, data, clocks = (_at(x, length) for x in (self.matrix, self.data, self.line))
+        return (matrix + constant("data_power", self.kernel.chip) * data) / clocks
+
+    def clocks(self, row: Published, line: Line) -> tuple[float, float]:
+        """Clocks of the launch, and the share of compute units and time that is busy."""
         count = self.kernel.workgroups(row.batch, row.heads, row.length)
-        each = line[0] + line[1] * row.length
-        return makespan([each] * count, self.kernel.chip, 1)
+        each, chip = _at(line, row.length), self.kernel.chip
+        clocks = makespan([each] * count, chip, 1)
+        return clocks, each * count / clocks / constant("compute_units", chip)
 
-    def tflops(self, row: Published, clock_hz: float, line: tuple[float, float]) -> float:
-        """The speed at some clock."""
+    def tflops(self, row: Published, clock_hz: float | None, line: Line) -> float:
+        """The speed at some clock; None: at the clock of its power."""
         kernel, memory = self.kernel, constant("hbm_bytes", self.kernel.chip)
         own = kernel.own_bytes(row.batch, row.heads, row.heads_k, row.length) / memory
         other = kernel.other_bytes(row.batch, row.heads, row.length) / memory
-        seconds = max(self.clocks(row, line) / clock_hz, own) + other
+        clocks, used = self.clocks(row, line)
+        if clock_hz is None:
+            clock_hz = clock_of(kernel.chip, self.active(row.length), used)
+        seconds = max(clocks / clock_hz, own) + other
         return kernel.flops(row.batch, row.heads, row.length) / seconds / 1e12
 
     @property
@@ -93,9 +130,13 @@ class Model:
         return "clock" if fits else "held out"
 
 
-def _line(n1: int, t1: float, n2: int, t2: float) -> tuple[float, float]:
+def _line(n1: int, t1: float, n2: int, t2: float) -> Line:
     slope = (t2 - t1) / (n2 - n1)
     return t1 - slope * n1, slope
+
+
+def _at(line: Line, length: int) -> float:
+    return line[0] + line[1] * length
 
 
 def record(root: Path, objdump: str | None) -> list[Model]:
@@ -109,57 +150,83 @@ def record(root: Path, objdump: str | None) -> list[Model]:
     return models
 
 
-def _bias(model: Model, root: Path, clock_hz: float, line: tuple[float, float]) -> float:
+def _bias(model: Model, root: Path, clock_hz: float | None, line: Line) -> float:
     """Median of log(predicted / published)."""
     rows = published(root, model.kernel, SHORTEST)
     return float(np.median([np.log(model.tflops(r, clock_hz, line) / r.tflops) for r in rows]))
 
 
-def fit_clock(models: Iterable[Model], root: Path, null: bool = False) -> dict[str, float]:
-    """By chip the clock at which the biases of the two objects sum to 0; without stalls it is the
-    null model's constant."""
+def fit_null(models: Iterable[Model], root: Path) -> dict[str, float]:
+    """By chip the null model's constant: the clock at which the biases of the two objects sum to 0,
+    if nothing but the busiest unit takes time."""
     clocks = {}
     for chip in CHIPS:
         own = [m for m in models if m.kernel.chip == chip and m.role == "clock"]
         low, high = 1e8, 1e10
         while high / low > 1.0001:
             middle = (low * high) ** 0.5
-            lines = [m.busiest if null else m.line for m in own]
-            bias = sum(_bias(m, root, middle, line) for m, line in zip(own, lines, strict=True))
+            bias = sum(_bias(m, root, middle, m.busiest) for m in own)
             low, high = (low, middle) if bias > 0 else (middle, high)
         clocks[chip] = low
     return clocks
+
+
+def _fit_full(models: Iterable[Model], root: Path) -> float:
+    """Set each chip's clock at full power so that the biases of its two objects sum to 0; returns
+    the sum of the squares of all biases."""
+    rest = 0.0
+    for chip in CHIPS:
+        own = [m for m in models if m.kernel.chip == chip and m.role == "clock"]
+        low, high = 1e8, 1e10
+        while high / low > 1.0001:
+            middle = (low * high) ** 0.5
+            _set("clock_full", **{chip: middle})
+            bias = sum(_bias(m, root, None, m.line) for m in own)
+            low, high = (low, middle) if bias > 0 else (middle, high)
+        rest += sum(_bias(m, root, None, m.line) ** 2 for m in own)
+    return rest
+
+
+def fit_power(models: Sequence[Model], root: Path):
+    """Set the power of data for which the biases of the four objects are least, and the clocks."""
+    weights = np.geomspace(0.02, 1.0, 60)
+    rests = []
+    for weight in (float(w) for w in weights):
+        _set("data_power", weight, weight)
+        rests.append(_fit_full(models, root))
+    best = float(weights[int(np.argmin(rests))])
+    _set("data_power", best, best)
+    _fit_full(models, root)
 
 
 def fit_atomics(models: Iterable[Model], root: Path) -> float:
     """The rate at which the object that fits it has no bias."""
     (model,) = (m for m in models if m.role == "atomics")
     low, high = 1e11, 2e12
-    while high / low > 1.002:
+    while high / low > 1.004:
         middle = (low * high) ** 0.5
         _set("atomics", middle, middle)
         model.replay()
-        clock_hz = constant("clock", model.kernel.chip)
-        low, high = (
-            (low, middle) if _bias(model, root, clock_hz, model.line) > 0 else (middle, high)
-        )
+        low, high = (low, middle) if _bias(model, root, None, model.line) > 0 else (middle, high)
     return low
 
 
-def _set(name: str, gfx942: float, gfx950: float):
-    CONSTANTS[name] = replace(CONSTANTS[name], gfx942=gfx942, gfx950=gfx950)
+def _set(name: str, gfx942: float | None = None, gfx950: float | None = None):
+    given = {"gfx942": gfx942, "gfx950": gfx950}
+    known = {chip: value for chip, value in given.items() if value is not None}
+    CONSTANTS[name] = replace(CONSTANTS[name], **known)
 
 
 def fit(models: Sequence[Model], root: Path):
     """Set and print the fitted constants."""
-    _set("atomics", 1e13, 1e13)
-    for model in models:
-        model.replay()
-    clocks = fit_clock(models, root)
-    _set("clock", clocks["gfx942"], clocks["gfx950"])
-    rate = fit_atomics(models, root)
-    _set("atomics", rate, rate)
-    print({name: f"{constant('clock', name):.4g}" for name in CHIPS}, f"{rate:.4g}")
+    for _ in range(2):
+        for model in (m for m in models if m.role == "clock"):
+            model.replay()
+        fit_power(models, root)
+        rate = fit_atomics(models, root)
+        _set("atomics", rate, rate)
+    names = ("clock_full", "data_power", "atomics")
+    print({n: [f"{constant(n, chip):.4g}" for chip in CHIPS] for n in names})
 
 
 @dataclass(frozen=True)
@@ -181,14 +248,14 @@ class Result:
 
 def predict(models: Sequence[Model], root: Path) -> list[Result]:
     """All rows."""
-    nulls = fit_clock(models, root, null=True)
+    nulls = fit_null(models, root)
     results = []
     for m in models:
         chip = m.kernel.chip
         rows = published(root, m.kernel, SHORTEST)
         usual = float(np.median([row.tflops for row in rows]))
         for row in rows:
-            own = m.tflops(row, constant("clock", chip), m.line)
+            own = m.tflops(row, None, m.line)
             null = m.tflops(row, nulls[chip], m.busiest)
             results.append(Result(m, row, own, null, row.tflops < CONTRADICTS * usual))
     return results

@@ -65,7 +65,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Predicted:
-    """By the emulator's clock: seconds of a launch at its fitted clock, the clocks of one unit."""
+    """By the emulator's clock: seconds of a launch, the clocks of one unit, the clock."""
 
     seconds: float
     clocks: float
@@ -156,9 +156,12 @@ def predicted(probe: Probe, arch: str, units: int, iterations: int | None = None
         for n in (_FEW, _MORE)
     )
     each = (more.clocks - few.clocks) / (_MORE - _FEW)
+    seconds = (more.seconds - few.seconds) / (_MORE - _FEW)
+    if probe.body:
+        seconds = each / more.clock_hz
     count = iterations or _rounds(each)
-    clocks = few.clocks + (count - _FEW) * each
-    return Predicted(clocks / few.clock_hz, each / probe.count, few.clock_hz)
+    whole = few.seconds + (count - _FEW) * seconds
+    return Predicted(whole, each / probe.count, more.clock_hz)
 
 
 def _arguments(artifact, memory: np.ndarray, iterations: int) -> list:

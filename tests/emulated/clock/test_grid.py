@@ -5,11 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from emulated.clock.test_micro_kernels import ATOMIC, LOAD, POINTER
 from emulated.helpers.clocked import clocks, trace
 from emulated.helpers.snippets import kernel
 from heedful.emulator import predict_time
 from heedful.emulator.clock.constants import CONSTANTS, FITTED, constant
-from heedful.emulator.clock.grid import makespan, occupancy, predict
+from heedful.emulator.clock.grid import activity, clock_of, makespan, occupancy, predict
+from heedful.emulator.clock.replay import Timing
 from heedful.emulator.clock.trace import Recorder
 from heedful.emulator.program.asm import Program
 
@@ -104,13 +106,85 @@ def test_unrecorded_workgroups_are_divided_at_the_middle():
 def test_the_range_is_that_of_the_clock_and_memory_bounds_it():
     launch = predict(trace(1000 * ADD), (304,))
     fastest, slowest = launch.range
-    assert fastest == pytest.approx(4000 / 2.1e9) and slowest == launch.seconds
+    assert fastest == pytest.approx(4000 / 2.1e9) == launch.seconds
+    assert slowest == pytest.approx(4000 / 1.2e9)
     other = predict(trace(1000 * ADD, "gfx950"), (256,))
     assert other.range == (pytest.approx(4000 / 2.4e9), pytest.approx(4000 / 1.6e9))
     assert "valu 25 %" in launch.summary()
     for arch, rate in (("gfx942", 5.3e12), ("gfx950", 8e12)):
         moved = predict(trace(1000 * ADD, arch), (256,), memory_bytes=rate / 1000)
         assert moved.range == (pytest.approx(1e-3), pytest.approx(1e-3))
+
+
+MFMA = "v_mfma_f32_32x32x8_f16 v[16:31], v[32:33], v[34:35], v[16:31]\n"
+READ = "ds_read_b128 v[36:39], v1\n"
+
+
+@pytest.mark.parametrize(("arch", "units"), [("gfx942", 304), ("gfx950", 256)])
+def test_the_clock_is_that_at_which_a_launch_takes_all_power(arch, units):
+    """Busy matrix units take all of it, data that move their part, vector instructions none; idle
+    compute units leave the others a clock that is higher by the cube root."""
+    full, data = constant("clock_full", arch), constant("data_power", arch)
+    busy = trace(1000 * MFMA, arch, 4)
+    assert predict(busy, (units,)).clock_hz == pytest.approx(full, rel=1e-3)
+    assert predict(busy, (units // 2,)).clock_hz == pytest.approx(full * 2 ** (1 / 3), rel=1e-3)
+    late = predict(busy, (units + 8,))  # a second round for 8, so that half of the time is idle
+    used = (units + 8) / (2 * units)
+    assert late.clock_hz == pytest.approx(full / used ** (1 / 3), rel=1e-3)
+    moving = predict(trace("v_mov_b32_e32 v1, 0\n" + 500 * (MFMA + READ), arch, 4), (units,))
+    mfma, lds = (moving.timing.busy[u] / moving.timing.clocks for u in ("mfma", "lds"))
+    assert lds > 0.2 and mfma > 0.8
+    assert moving.clock_hz == pytest.approx(full / (mfma + data * lds))
+    highest = constant("clock_high", arch)
+    assert predict(trace(1000 * ADD, arch), (units,)).clock_hz == highest
+    assert predict(busy, (1,)).clock_hz == highest
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_power_is_of_matrix_units_and_data_and_light_loads_follow_the_cube_root(arch):
+    busy = {"mfma": 500.0, "valu": 900.0, "lds": 200.0, "memory": 100.0, "atomic": 50.0}
+    data = constant("data_power", arch)
+    assert activity(Timing(1000.0, busy=busy), arch) == pytest.approx(0.5 + data * 0.35)
+    assert activity(Timing(busy=busy), arch) == 0
+    full, highest = constant("clock_full", arch), constant("clock_high", arch)
+    for active, used, wanted in (
+        (1.0, 1.0, full),
+        (1.25, 1.0, full / 1.25),
+        (1.0, 0.5, full * 2 ** (1 / 3)),
+        (0.8, 1.0, full / 0.8),
+        (0.72, 1.0, full / 0.8 * (10 / 9) ** (1 / 3)),
+        (0.01, 1.0, highest),
+        (1.0, 0.01, highest),
+        (0.0, 1.0, highest),
+        (1.0, 0.0, highest),
+    ):
+        assert clock_of(arch, active, used) == pytest.approx(wanted), (active, used)
+
+
+@pytest.mark.parametrize(("arch", "units"), [("gfx942", 304), ("gfx950", 256)])
+def test_a_launch_whose_workgroups_differ_takes_the_power_of_its_mean(arch, units):
+    busy = trace(1000 * MFMA, arch, 4)
+    whole = busy.streams[0, 0, 0]
+    half = [np.append(stream[:500], stream[-1:]) for stream in whole]
+    streams = {(0, 0, 0): whole, (units - 1, 0, 0): half}
+    mixed = predict(replace(busy, streams=streams), (units,))
+    used = 0.75  # half of them end after half of the time
+    wanted = constant("clock_full", arch) / used ** (1 / 3)
+    assert mixed.clock_hz == pytest.approx(wanted, rel=2e-3)
+
+
+def test_atomics_are_counted_at_the_clock_that_the_launch_has():
+    """Their rate is one of seconds; memory and atomics are data that move."""
+    for arch, units in (("gfx942", 304), ("gfx950", 256)):
+        recorded = trace(POINTER + 200 * ATOMIC + "s_waitcnt vmcnt(0)\n", arch)
+        launch = predict(recorded, (units,))
+        dwords = 200 * 64 * units
+        assert launch.seconds == pytest.approx(dwords / constant("atomics", arch), rel=0.05)
+        assert launch.clock_hz == constant("clock_high", arch)
+        loads = predict(trace(POINTER + 400 * (LOAD + 5 * MFMA), arch, 4), (units,))
+        share = [loads.timing.busy[u] / loads.timing.clocks for u in ("mfma", "memory")]
+        wanted = constant("clock_full", arch) / (share[0] + constant("data_power", arch) * share[1])
+        assert share[1] > 0.1 and loads.clock_hz == pytest.approx(wanted)
 
 
 def test_resident_workgroups_share_a_compute_unit():
@@ -137,11 +211,11 @@ def test_a_workgroup_outside_of_the_grid_is_refused():
         Recorder([(4, 0, 0)]).wanted([(0, 0, 0)])
 
 
-def test_every_number_names_its_source_and_two_are_fitted():
+def test_every_number_names_its_source_and_three_are_fitted():
     for name, entry in CONSTANTS.items():
         for arch in ("gfx942", "gfx950"):
             assert entry.source_of(arch) and entry.of(arch) > 0, name
     fitted = {n for n, c in CONSTANTS.items() if FITTED in (c.source, c.source_gfx950)}
-    assert fitted == {"clock", "atomics"}
+    assert fitted == {"clock_full", "data_power", "atomics"}
     for arch in ("gfx942", "gfx950"):
         assert constant("clock_low", arch) <= constant("clock_high", arch)

@@ -209,7 +209,7 @@ def test_no_more_than_63_memory_operations_are_outstanding(arch):
 @BOTH
 def test_atomics_go_at_their_rate(arch):
     rate = constant("atomics", arch) / constant("compute_units", arch)
-    each = 64 / (rate / constant("clock", arch))
+    each = 64 / (rate / constant("clock_full", arch))
     wait = "s_waitcnt vmcnt(0)\n"
     times = [clocks(POINTER + n * ATOMIC + wait, arch) for n in (20, 40)]
     assert (times[1] - times[0]) / 20 == pytest.approx(each, rel=0.02)

@@ -43,21 +43,32 @@ RULES = [
     (replay, "queue[-1 - count]", "queue[-1]"),
     (replay, "simd = number % self.simds", "simd = 0"),
     (replay, "end = max([now, *wave.vm[-1:]]) * SLOT", "end = now"),
+    (replay, "clock_hz or constant", "constant"),
+    (grid, 'timing.busy["memory"] +', ""),
+    (grid, ' + timing.busy["atomic"]', ""),
+    (grid, 'timing.busy["mfma"] + constant', "constant"),
+    (grid, "idle = used * min", "idle = min"),
+    (grid, "min(active / least, 1.0)", "1.0"),
+    (grid, "/ max(active, least)", "/ active"),
+    (grid, '** constant("idle_exponent", arch), highest)', ", 9e9)"),
+    (grid, "power / max(total, 1.0), total", "1.0, total"),
+    (grid, 'places = int(constant("compute_units", arch)) * resident\n    clock', "clock"),
+    (grid, "trace, resident, window, clock)", "trace, resident, window)"),
     (grid, "lengths[die::dies]", "lengths"),
     (grid, "heapq.heappop(free) + length", "length"),
     (grid, "max(self.clocks / clock_hz, self.memory_seconds)", "self.clocks / clock_hz"),
     (grid, "(number + after + 1) // 2", "number + 1"),
 ]
+# Names of these modules that others import.
+CHANGED = ("ComputeUnit", "activity", "clock_of", "makespan", "occupancy", "predict", "replay")
 CHANGES = [(name, arch, by) for name in CONSTANTS for arch in ARCHES for by in (0.5, 2.0)]
 # Fitted numbers set a scale that no small kernel can show; the tables hold them.
-FITTED = {"clock", "atomics"}
+FITTED = {"clock_full", "data_power", "atomics"}
 # The path to L2 is as wide as its narrower part, which on gfx950 are both.
 NO_CHANGE = {("memory_bytes", "gfx942", 2.0), ("memory_bytes", "gfx950", 2.0)}
 NO_CHANGE |= {("l2_bytes", "gfx950", 2.0)}
 # No instruction of gfx942 has more than 16 bytes of A and B.
 NO_CHANGE |= {("mfma_hold_bytes", "gfx942", 2.0)}
-# The clock that is fitted for gfx942 is lower than the lowest that is assumed.
-NO_CHANGE |= {("clock_low", "gfx942", 2.0)}
 CHANGES = [c for c in CHANGES if c[0] not in FITTED and c not in NO_CHANGE]
 
 
@@ -104,7 +115,7 @@ def test_a_changed_rule_is_noticed(rule, monkeypatch):
     assert here in source
     changed = dict(module.__dict__)
     exec(compile(source.replace(here, planted), module.__file__, "exec"), changed)
-    for name in ("ComputeUnit", "makespan", "predict", "replay", "occupancy"):
+    for name in CHANGED:
         if name in changed and changed[name] is not module.__dict__[name]:
             for user in (grid, test_grid, test_micro_kernels, clocked, launch):
                 if name in vars(user):

@@ -1,7 +1,7 @@
 """Every number that the clock uses, with its source.
 
-A number without a document or a published measurement is fitted, and says so: each chip's clock,
-which takes up whatever the replay does not know, and one rate of atomics. `tools/objects/clock.py`
+A number without a document or a published measurement is fitted, and says so: two for each chip,
+of which it shares one. They take up whatever the replay does not know. `tools/objects/clock.py`
 fits them on three kinds of code object and predicts all others.
 """
 
@@ -21,6 +21,7 @@ _PAPER4 = "AMD CDNA 4 white paper"
 _PROFILER = "ROCm Compute Profiler, Pipeline descriptions: LDS"
 _MT4G = "caps-tum/mt4g, report of an MI300X, 2025-08-08"
 _AS_CDNA3 = "no figure published for CDNA 4: that of CDNA 3"
+_CUBE = "power is C V^2 f, and grows with the cube of the clock where the voltage follows it"
 _ISA = "CDNA3 and CDNA4 ISA guides, section 4.4: the width of the field in s_waitcnt"
 
 
@@ -94,12 +95,21 @@ CONSTANTS: dict[str, Constant] = {
         1.2e9,
         1.6e9,
         "Hz",
-        "assumed, as the lowest under full load; the fitted clock where that is lower",
+        "assumed, as the lowest under full load; the predicted clock where that is lower",
     ),
     "clock_high": Constant(2.1e9, 2.4e9, "Hz", _PAPER3, _PAPER4),
+    "idle_exponent": _both(1 / 3, "power of what is not busy by which the clock rises", _CUBE),
+    "least_activity": _both(
+        0.8, "activity below which so, too", "assumed: no object that fits clocks has less"
+    ),
     # Fitted: see measurements/emulator/050-clock.csv.
-    "clock": Constant(1.108e9, 1.796e9, "Hz", FITTED),
-    "atomics": Constant(0.329e12, 0.329e12, "dwords a second", FITTED),
+    "clock_full": Constant(
+        1.032e9, 1.493e9, "Hz at which matrix units that are always busy take all power", FITTED
+    ),
+    "data_power": _both(
+        0.128, "power of LDS, memory and atomics that are always busy over that of MFMA", FITTED
+    ),
+    "atomics": Constant(0.325e12, 0.325e12, "dwords a second", FITTED),
 }
 
 

@@ -1,4 +1,4 @@
-"""From replayed workgroups to the time of a launch: occupancy, dies, tails, ranges."""
+"""From replayed workgroups to the time of a launch: occupancy, dies, tails, power, ranges."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from heedful.emulator.clock.replay import ComputeUnit, Timing
 from heedful.emulator.clock.trace import Trace
 from heedful.emulator.program.asm import Program
 
+# A clock that changes by less than this share is settled.
+_SETTLED, _MOST_ROUNDS = 0.01, 8
+
 
 @dataclass
 class Prediction:
@@ -19,7 +22,8 @@ class Prediction:
 
     Attributes:
         clocks: of the compute units, from the first workgroup to the last.
-        clock_hz: the clock that was assumed; low and high are the bounds of what it may be.
+        clock_hz: the clock at which the launch takes the power there is; low and high are the
+            bounds of what it may be.
         memory_seconds: for the bytes that must go to memory once.
         resident: workgroups that share a compute unit. timing: of the longest of them.
     """
@@ -38,7 +42,7 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """The time at the fitted clock."""
+        """The time at the predicted clock."""
         return self.seconds_at(self.clock_hz)
 
     @property
@@ -72,8 +76,8 @@ class Prediction:
             for what, n in sorted(self.timing.stalls.items(), key=lambda x: -x[1])[:6]
         )
         return (
-            f"predicted {_time(self.seconds)} at {self.clock_hz / 1e9:.2f} GHz (fitted), between "
-            f"{_time(fastest)} and {_time(slowest)} at {self.high_hz / 1e9:.1f} and "
+            f"predicted {_time(self.seconds)} at {self.clock_hz / 1e9:.2f} GHz (by its power), "
+            f"between {_time(fastest)} and {_time(slowest)} at {self.high_hz / 1e9:.1f} and "
             f"{self.low_hz / 1e9:.1f} GHz\n"
             f"{self.clocks:.0f} clocks, {self.resident} workgroups on a compute unit\n"
             f"units busy: {busy}\na wave waits: {stalls or 'never'}"
@@ -120,14 +124,41 @@ def makespan(lengths: Sequence[float], arch: str, resident: int) -> float:
     return last
 
 
-def replay(trace: Trace, resident: int = 1, window: float = 0.0) -> dict[tuple[int, ...], Timing]:
-    """Each recorded workgroup replayed beside copies of itself; equal streams once."""
+def activity(timing: Timing, arch: str) -> float:
+    """The power of a busy compute unit over that of one whose matrix units are always busy. AMD
+    says what lowers the clock: matrix work, data that move through shared memory, and memory."""
+    moved = timing.busy["lds"] + timing.busy["memory"] + timing.busy["atomic"]
+    power = timing.busy["mfma"] + constant("data_power", arch) * moved
+    return power / timing.clocks if timing.clocks else 0.0
+
+
+def clock_of(arch: str, active: float, used: float) -> float:
+    """The clock at which a launch takes the power there is.
+
+    Args:
+        active: mean activity of its busy compute units. used: the share of compute units and of
+            time that is busy.
+    """
+    highest, least = constant("clock_high", arch), constant("least_activity", arch)
+    if active <= 0 or used <= 0:
+        return highest
+    # The rule of loads that are nearly full is not stretched to light ones.
+    idle = used * min(active / least, 1.0)
+    clock = constant("clock_full", arch) / max(active, least)
+    return min(clock / idle ** constant("idle_exponent", arch), highest)
+
+
+def replay(
+    trace: Trace, resident: int = 1, window: float = 0.0, clock_hz: float = 0.0
+) -> dict[tuple[int, ...], Timing]:
+    """Each recorded workgroup replayed beside copies of itself; equal streams once. clock_hz: as
+    for ComputeUnit."""
     known: dict[bytes, Timing] = {}
     timings = {}
     for workgroup, streams in trace.streams.items():
         key = b"|".join(stream.tobytes() for stream in streams)
         if key not in known:
-            unit = ComputeUnit(trace, window=window)
+            unit = ComputeUnit(trace, window=window, clock_hz=clock_hz)
             known[key] = unit.run([[s.tolist() for s in streams]] * resident)
         timings[workgroup] = known[key]
     return timings
@@ -150,20 +181,48 @@ def predict(
     arch, shape = trace.program.arch, (*grid, 1, 1)[:3]
     resident = occupancy(trace.program, trace.waves, trace.lds_bytes)
     resident = min(resident, max(-(-math.prod(shape) // int(constant("compute_units", arch))), 1))
-    timings = replay(trace, resident, window)
-    order = sorted((x + shape[0] * (y + shape[1] * z), (x, y, z)) for x, y, z in timings)
-    lengths: list[float] = []
-    for i, (number, workgroup) in enumerate(order):
-        after = order[i + 1][0] if i + 1 < len(order) else None
-        stop = math.prod(shape) if after is None else (number + after + 1) // 2
-        lengths += [timings[workgroup].clocks] * (stop - len(lengths))
+    timings, clocks, clock = _settled(trace, shape, resident, window)
     longest = max(timings.values(), key=lambda t: t.clocks)
     return Prediction(
-        makespan(lengths, arch, resident),
-        constant("clock", arch),
-        min(constant("clock_low", arch), constant("clock", arch)),
+        clocks,
+        clock,
+        min(constant("clock_low", arch), clock),
         constant("clock_high", arch),
         memory_bytes / constant("hbm_bytes", arch),
         resident,
         longest,
     )
+
+
+def _settled(
+    trace: Trace, shape: Sequence[int], resident: int, window: float
+) -> tuple[dict[tuple[int, ...], Timing], float, float]:
+    """Timings, clocks of the launch and its clock, where the clock decides how fast atomics are in
+    clocks, and these decide about the clock."""
+    arch = trace.program.arch
+    places = int(constant("compute_units", arch)) * resident
+    clock = constant("clock_full", arch)
+    for last in (*[False] * (_MOST_ROUNDS - 1), True):
+        timings = replay(trace, resident, window, clock)
+        chosen = _nearest(list(timings), shape)
+        lengths = [timings[workgroup].clocks for workgroup in chosen]
+        clocks, total = makespan(lengths, arch, resident), sum(lengths)
+        power = sum(timings[w].clocks * activity(timings[w], arch) for w in chosen)
+        before = clock
+        clock = clock_of(arch, power / max(total, 1.0), total / max(clocks * places, 1.0))
+        has_atomics = any(t.busy["atomic"] for t in timings.values())
+        if last or not has_atomics or abs(clock / before - 1) < _SETTLED:
+            return timings, clocks, clock
+        clock = (clock * before) ** 0.5
+    raise AssertionError("the last round returns")
+
+
+def _nearest(recorded: Sequence[tuple[int, ...]], shape: Sequence[int]) -> list[tuple[int, ...]]:
+    """For every workgroup of a grid, in launch order, the recorded one that is nearest."""
+    order = sorted((x + shape[0] * (y + shape[1] * z), (x, y, z)) for x, y, z in recorded)
+    chosen: list[tuple[int, ...]] = []
+    for i, (number, workgroup) in enumerate(order):
+        after = order[i + 1][0] if i + 1 < len(order) else None
+        stop = math.prod(shape) if after is None else (number + after + 1) // 2
+        chosen += [workgroup] * (stop - len(chosen))
+    return chosen

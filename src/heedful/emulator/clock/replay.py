@@ -98,7 +98,9 @@ class _Wave:
 class ComputeUnit:
     """A replay of workgroups that begin together on one compute unit."""
 
-    def __init__(self, trace: Trace, window: float = 0.0):
+    def __init__(self, trace: Trace, window: float = 0.0, clock_hz: float = 0.0):
+        """clock_hz: at which atomics, whose rate is one of seconds, are counted in clocks; by
+        default that of full power."""
         arch = trace.program.arch
         self._program, self.window = _Program(trace), window
         self.simds = int(constant("simds", arch))
@@ -111,7 +113,7 @@ class ComputeUnit:
             int(constant("lds_outstanding", arch)),
         )
         rate = constant("atomics", arch) / constant("compute_units", arch)
-        self._atomics = rate / constant("clock", arch) * SLOT
+        self._atomics = rate / (clock_hz or constant("clock_full", arch)) * SLOT
         self._pair = self.simds // int(constant("lds_ports", arch))
         self.timing = Timing(busy=dict.fromkeys(("mfma", "valu", "lds", "memory", "atomic"), 0.0))
 
