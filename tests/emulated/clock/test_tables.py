@@ -30,7 +30,7 @@ def test_held_out_rows_are_predicted_within_the_bars_that_are_met():
 
 
 def test_the_clock_is_frozen_by_its_mark():
-    assert f"`{fingerprint()}`" in (FOLDER.parents[1] / "docs" / "clock.md").read_text()
+    assert f"frozen as {fingerprint()} " in (FOLDER.parents[1] / "docs" / "clock.md").read_text()
 
 
 def test_ratios_and_order_are_predicted_within_their_bars_and_the_null_model_is_beaten():
