@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 import triton
 
 from heedful.core.base.device import by_name
+from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.launch.compiler import compile_now
 from heedful.launch.program.programs import program
@@ -193,3 +194,13 @@ def test_a_relative_bias_compiles_for_sm_90_without_spills(direction):
     names = [call.kernel.function for call in calls]
     assert ("relative_gradients" in names) == (direction == "backward")
     compile_within_limits("sm_90", list(zip(names, calls, strict=True)))
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_kernels_of_invariant_numerics_fit(arch):
+    """Their tiles are one for all options: some need local memory, between parts."""
+    device = by_name(arch)
+    for seqlen_q, facts in ((4096, {"causal": True}), (1, {"used_k": True, "page_size": 16})):
+        problem = AttentionProblem.dense(8, seqlen_q, 20000, 32, invariant=True, **facts)
+        for call in program(plan(problem, device), "forward").calls:
+            assert compile_now(call, arch).shared_bytes <= device.shared_bytes

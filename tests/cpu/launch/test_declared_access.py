@@ -4,6 +4,7 @@ in Triton's interpreter. They run in a process of their own: see `support.runs.i
 """
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.device import by_name
 from heedful.core.planning.plan import Plan
 from heedful.core.registry.configs import ROWS
-from heedful.core.registry.tiles import PortableConfig, TileConfig
+from heedful.core.registry.tiles import PortableConfig, PortablePartsConfig, TileConfig
 from heedful.launch.bind import portable, portable_cache
 from heedful.launch.spec import KernelCall, Program
 from heedful.torch.base.arrays import array_spec
@@ -27,6 +28,7 @@ from support.runs.interpreted import interpreted, pass_in_the_interpreter, start
 SMALL: dict[str, TileConfig] = {
     row.kernel: PortableConfig(16, 16) for row in ROWS if row.kernel.startswith("portable.")
 }
+PARTS: dict[str, TileConfig] = {"portable.forward": PortablePartsConfig(16, 16, part_keys=16)}
 PACKED = Case(
     batch=2,
     seqlen_q=20,
@@ -40,6 +42,7 @@ PACKED = Case(
     lse_grad=True,
 )
 PAGED = Case(page_size=5, seqlen_q=18, seqlen_k=40, return_probs=True, backward=False)
+IN_PARTS = Case(batch=2, seqlen_q=20, seqlen_k=40, varlen="qk", sink=True, backward=False)
 
 
 def all_kernels() -> set[str]:
@@ -102,7 +105,8 @@ def forward(built: Built, splits: int = 1) -> tuple[set[str], dict[str, torch.Te
     if problem.return_probs:
         shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
         arrays["probs"] = torch.full(shape, torch.nan)
-    facts = {"configs": SMALL, "is_split": splits > 1}
+    tiles = PARTS if problem.invariant else SMALL
+    facts = {"configs": tiles, "is_split": splits > 1}
     chosen = Plan(problem, by_name("H200"), "portable", "run", **facts)
     return check(portable.forward(problem, chosen, specs_of(arrays)), arrays), arrays
 
@@ -150,6 +154,9 @@ def test_every_kernel_writes_what_it_declares_from_what_it_declares():
     found, arrays = forward(built)
     found |= backward(built, arrays)
     paged, _ = forward(build(PAGED), splits=3)
+    whole = build(IN_PARTS)
+    whole = replace(whole, problem=replace(whole.problem, invariant=True))
+    found |= forward(whole, splits=1)[0] | forward(whole, splits=3)[0]
     assert found | paged | cleared() | cached() == all_kernels()
 
 

@@ -172,11 +172,25 @@ def test_a_layer_that_cannot_be_is_named(make, facts, words):
         make(**facts)
 
 
-@pytest.mark.parametrize("make", [plain, latent])
-def test_batch_invariance_is_refused_by_name(make, vllm):
+def test_batch_invariance_of_latent_attention_is_refused_by_name(vllm):
     vllm["vllm.envs"].VLLM_BATCH_INVARIANT = True
-    with pytest.raises(ValueError, match="batch invariance .VLLM_BATCH_INVARIANT=1. yet"):
-        make()
+    with pytest.raises(ValueError, match="batch invariance .VLLM_BATCH_INVARIANT=1. of latent"):
+        latent()
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_calls_of_a_layer_are_invariant_where_batches_are(wanted, vllm, monkeypatch):
+    vllm["vllm.envs"].VLLM_BATCH_INVARIANT = wanted
+    seen = []
+    monkeypatch.setattr(
+        "heedful.integrations.vllm.backend.flash_attn_varlen_func",
+        lambda *_, numerics, **__: seen.append(numerics),
+    )
+    layer, kept = plain(), batch(vllm)
+    metadata = builder(vllm).build(0, kept)
+    q, cache = torch.zeros(5, 4, 16), torch.zeros(8, 2, 16, 32)
+    layer.forward(layer, q, q[:, :2], q[:, :2], cache, metadata, torch.zeros(5, 4, 16))
+    assert seen == ["invariant" if wanted else None]
 
 
 def batch(vllm, **others):

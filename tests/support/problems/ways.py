@@ -6,7 +6,7 @@ all of them. Memory that no way shows to these rows is full of other finite valu
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +15,13 @@ from torch import Tensor
 
 import heedful.torch as heedful
 
+PAGES = (1, 3, 16, 64)
+
 
 @dataclass(frozen=True)
 class Rows:
     """q (n, H, D), k (n, G, D), v (n, G, E) of a sequence, and which of its rows are wanted.
-    options: of every call."""
+    options: of every call. pages: sizes of pages that calls may have."""
 
     q: Tensor
     k: Tensor
@@ -27,6 +29,7 @@ class Rows:
     first: int
     last: int
     options: dict[str, Any]
+    pages: tuple[int, ...] = PAGES
 
     @property
     def wanted(self) -> Tensor:
@@ -64,7 +67,7 @@ def one_by_one(rng: random.Random, x: Rows) -> Result:
     """A call for each of the last two wanted rows, and one for those before."""
     results, first = [], x.first
     for stop in sorted({max(x.first + 1, x.last - 2), max(x.first + 1, x.last - 1), x.last}):
-        part = Rows(x.q, x.k, x.v, first, stop, x.options)
+        part = replace(x, first=first, last=stop)
         results.append(chunk(rng, part))
         first = stop
     return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results], 1)
@@ -135,7 +138,7 @@ def _places_in(table: Tensor, size: int, first: int, last: int) -> tuple[Tensor,
 
 def packed_over_pages(rng: random.Random, x: Rows) -> Result:
     """Packed queries of a mixed batch over caches in pages."""
-    size, count = rng.choice((1, 3, 16, 64)), x.last - x.first
+    size, count = rng.choice(x.pages), x.last - x.first
     k, v, table = _pages(rng, x, size, x.last + rng.randrange(3 * size))
     other = rng.randint(1, min(20, table.shape[1] * size))
     q = torch.cat([x.other(other, like=x.q), x.wanted])
@@ -184,7 +187,7 @@ def cache(rng: random.Random, x: Rows) -> Result:
 
 def appended(rng: random.Random, x: Rows) -> Result:
     """The wanted rows as new tokens, whose keys the call writes into a cache in pages."""
-    size, count, held = rng.choice((1, 3, 16, 64)), x.last - x.first, x.first
+    size, count, held = rng.choice(x.pages), x.last - x.first, x.first
     k, v, table = _pages(rng, x, size, x.last + rng.randrange(3 * size))
     page, row = _places_in(table, size, held, x.last)
     k[page, row], v[page, row] = 0.0, 0.0
@@ -218,7 +221,7 @@ def heads_apart(rng: random.Random, x: Rows) -> Result:
             if name in options:
                 options[name] = options[name][of_q]
         k, v = x.k[:, g : g + 1].contiguous(), x.v[:, g : g + 1].contiguous()
-        part = Rows(x.q[:, of_q].contiguous(), k, v, x.first, x.last, options)
+        part = replace(x, q=x.q[:, of_q].contiguous(), k=k, v=v, options=options)
         results.append(chunk(rng, part))
     return torch.cat([out for out, _ in results], 1), torch.cat([lse for _, lse in results], 0)
 
@@ -237,12 +240,15 @@ Options = Callable[[random.Random, int, int, str], dict[str, Any]]
 
 
 def _window(rng: random.Random, heads: int, tile: int, device: str) -> dict[str, Any]:
-    return {"window_size": (rng.randrange(3 * tile), 0, rng.choice((0, 3, tile)))}
+    return {"window_size": (rng.randrange(3 * tile), 0)}
 
 
 OPTIONS: dict[str, Options] = {
     "causal": lambda rng, heads, tile, device: {"causal": True},
     "window": _window,
+    "leading": lambda rng, heads, tile, device: {
+        "window_size": (rng.randrange(3 * tile), 0, rng.choice((3, tile)))
+    },
     "softcap": lambda rng, heads, tile, device: {"causal": True, "softcap": 8.0},
     "sink": lambda rng, heads, tile, device: {
         **_window(rng, heads, tile, device),
@@ -263,6 +269,7 @@ def draw(
     dtype: torch.dtype,
     device: str = "cpu",
     options: str = "",
+    pages: tuple[int, ...] = PAGES,
 ) -> Rows:
     """Rows of a random sequence of up to `longest` tokens, whose end often lies 0 to 127 past a
     multiple of one of `borders`, the first of which is a tile's keys; with scores times 1, 4 or 16.
@@ -283,7 +290,7 @@ def draw(
         return (torch.randn(length, heads, columns, device=device) * factor).to(dtype)
 
     q, k = values(heads, dim, scale), values(heads_k, dim, scale)
-    return Rows(q, k, values(heads_k, dim_v), first, last, made)
+    return Rows(q, k, values(heads_k, dim_v), first, last, made, pages)
 
 
 def same_bits(first: Result, second: Result) -> bool:
@@ -294,16 +301,29 @@ def same_bits(first: Result, second: Result) -> bool:
     )
 
 
-def differing(seeds: range, numerics: str, **drawn: Any) -> list[tuple[str, str, int]]:
-    """The pairs of ways, of one for each seed, whose results have other bits, with their seeds.
-    drawn: arguments of `draw`."""
+# Ways that any kernel takes: those that load by TMA want aligned tensors.
+ALIGNED = tuple(name for name in WAYS if name != "unaligned")
+
+
+def differing(
+    seeds: range, numerics: str, names: Sequence[str] = tuple(WAYS), **drawn: Any
+) -> list[str]:
+    """What differs in the pairs of ways, of one for each seed, whose results have other bits.
+    names: of the ways. drawn: arguments of `draw`."""
     found = []
     for seed in seeds:
         rng = random.Random(f"{seed} {drawn['options']} {drawn['head_dims']} {drawn['dtype']}")
         torch.manual_seed(seed)
         x = draw(rng, **drawn)
         x = replace(x, options={**x.options, "numerics": numerics})
-        first, second = rng.sample(sorted(WAYS), 2)
-        if not same_bits(WAYS[first](rng, x), WAYS[second](rng, x)):
-            found.append((first, second, seed))
+        first, second = rng.sample(names, 2)
+        one, other = WAYS[first](rng, x), WAYS[second](rng, x)
+        if not same_bits(one, other):
+            rows = (one[0] != other[0]).flatten(1).any(1).nonzero().flatten() + x.first
+            lses = (one[1] != other[1]).any(0).nonzero().flatten() + x.first
+            words = f"rows {x.first} to {x.last} of {len(x.q)}, {x.q.shape[1]}/{x.k.shape[1]} heads"
+            found.append(
+                f"{first} and {second}, draw {seed}, {words}: out of {rows.tolist()[:4]} and"
+                f" {len(rows)} in all, lse of {lses.tolist()[:4]} and {len(lses)} in all"
+            )
     return found

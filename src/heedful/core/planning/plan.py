@@ -17,6 +17,7 @@ from heedful.core.registry.configs import ConfigRow
 from heedful.core.registry.mixed import SHORT_KERNELS
 from heedful.core.registry.tiles import (
     HopperConfig,
+    HopperForwardConfig,
     PortablePartsConfig,
     SharedKeysConfig,
     TileConfig,
@@ -240,6 +241,7 @@ def _choose(
                 reasons = _left_to_others(v, problem, device, toolchain, named)
             reasons = reasons or v.why_not(problem, device, toolchain)
             is_free = v.by_default or v.backend in tools.validated
+            is_free = is_free and not (problem.invariant and v.varies is None)
             if not reasons and named and v not in allowed:
                 reasons = [f"backend={backend!r} was asked for"]
             elif not reasons and not named and not is_free:
@@ -398,7 +400,7 @@ def rejected_together(plan: Plan) -> dict[tuple[str, tuple[str, ...]], list[str]
 def words_of_numerics(plan: Plan) -> list[str]:
     """The numbers that decide a row's bits, and where other bits may come."""
     config = plan.forward_config
-    assert isinstance(config, PortablePartsConfig)
+    assert isinstance(config, (PortablePartsConfig, HopperForwardConfig))
     return [
         f"numerics  invariant: tiles of {config.block_n} keys and parts of {config.part_keys} keys,"
         " in the order of positions",

@@ -23,6 +23,7 @@ from heedful.core.registry.tiles import (
     CONSUMER_ROWS,
     DIAGONAL_PARTS,
     DIAGONAL_SUMS,
+    MERGE_PARTS,
     V_T_CHUNK,
     V_T_KEYS,
     HopperBackwardConfig,
@@ -137,6 +138,9 @@ def splits_of(plan: "Plan", problem: AttentionProblem) -> int:
 
 def best_splits(config: TileConfig, problem: AttentionProblem, device: DeviceSpec) -> int:
     """The splits that `choose_splits` gives for the tiles of a forward, or those chosen by hand."""
+    if isinstance(config, HopperForwardConfig) and config.part_keys:
+        # Its programs merge no parts: each part has work tiles.
+        return larger(1, ceil_div(problem.seqlen_k, config.part_keys))
     if isinstance(config, HopperForwardConfig) and config.key_splits:
         return config.key_splits
     rows = config.group_rows(problem)
@@ -228,6 +232,8 @@ def _hopper_forward(plan: "Plan", problem: AttentionProblem, splits: int):
         **_l2_swizzle(plan, config, problem),
     }
     launches = {_hopper_kernel(plan): LaunchSizes((programs, 1, 1), numbers)}
+    if problem.invariant and plan.is_split:
+        launches["portable.merge_parts"] = _merge_parts(problem)
     workspaces = []
     if plan.scheduler == "dynamic":
         # An earlier kernel sets the counter.
@@ -303,8 +309,15 @@ def _portable_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     numbers = {"tiles": tiles, "l2_heads": heads_in_l2(problem, plan.device)}
     launches = {"portable.forward": LaunchSizes(grid, numbers)}
     if problem.invariant and plan.is_split:
-        launches["portable.merge_parts"] = LaunchSizes((grid[0], 1, 1), numbers)
+        launches["portable.merge_parts"] = _merge_parts(problem)
     return launches, ()
+
+
+def _merge_parts(problem: AttentionProblem) -> LaunchSizes:
+    """The merge of parts of the keys."""
+    tiles = larger(1, ceil_div(problem.seqlen_q, MERGE_PARTS.rows))
+    heads = problem.batch * problem.heads_q
+    return LaunchSizes((tiles * heads, 1, 1), {"tiles": tiles, "l2_heads": larger(1, heads)})
 
 
 # Columns of partial results: at least four values for each of 16 words.

@@ -79,7 +79,8 @@ class Variant:
     and `backward` make its Program; "" launches no kernels. module: the module whose `forward` and
     `backward` run on the host. framework: the one whose calls it takes, "" for any; a plan does not
     mention variants of other frameworks. varies: of a forward, what the bits of a row depend on
-    that numerics="invariant" does not allow; "" if nothing.
+    that numerics="invariant" does not allow; "" if nothing, None if it has not run so and takes
+    such calls by name alone.
     """
 
     backend: str
@@ -105,7 +106,7 @@ class Variant:
     framework: str = ""
     alias: str = ""
     unrun: frozenset[str] = frozenset()
-    varies: str = ""
+    varies: str | None = ""
 
     @property
     def label(self) -> str:
@@ -129,6 +130,8 @@ class Variant:
         the kernel does not exist for the device."""
         level = self.levels.get(device.arch) or self.levels.get(f"{device.vendor}:*")
         if level == "run" and problem and self.unrun and self.unrun & problem.features():
+            return "compile-only"
+        if level == "run" and problem and problem.invariant and self.varies is None:
             return "compile-only"
         return level
 
@@ -423,8 +426,8 @@ VARIANTS: tuple[Variant, ...] = (
         "hopper",
         "hopper.forward",
         triton=(3, 6),
-        gates=(*_HOPPER_GATES, gates.lists_of_the_hopper_forward),
-        varies=_VARIES_BY_TILES,
+        gates=(*_HOPPER_GATES, gates.lists_of_the_hopper_forward, gates.one_run_of_keys),
+        varies=None,
     ),
     _on_hopper(
         "hopper",

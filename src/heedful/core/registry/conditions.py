@@ -19,6 +19,18 @@ def invariant(problem: AttentionProblem) -> bool:
     return problem.invariant
 
 
+def invariant_packs(problem: AttentionProblem) -> bool:
+    return problem.invariant and packs(problem)
+
+
+def invariant_packs_in_one(problem: AttentionProblem) -> bool:
+    return problem.invariant and packs_in_one(problem)
+
+
+def invariant_few_rows(problem: AttentionProblem) -> bool:
+    return problem.invariant and few_rows(problem)
+
+
 def invariant_float32(problem: AttentionProblem) -> bool:
     return problem.invariant and float32(problem)
 
@@ -116,6 +128,10 @@ def holds_more(problem: AttentionProblem) -> bool:
 
 def in_order(problem: AttentionProblem) -> bool:
     return problem.deterministic
+
+
+def invariant_in_order(problem: AttentionProblem) -> bool:
+    return problem.invariant and in_order(problem)
 
 
 def holds_more_in_order(problem: AttentionProblem) -> bool:

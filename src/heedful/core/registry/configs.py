@@ -314,7 +314,27 @@ _MLA_PAGES: dict[str, Any] = {"consumer_regs": 232, "producer_regs": 40}
 _MLA_TILES: dict[str, Any] = {"ahead": 1, "in_order": 1}
 _ALONE: dict[str, Any] = {"programs": 1, "registers": 0, "producer_regs": 56}
 
+# With numerics="invariant" rows differ in what decides no bit: how many rows share a tile, and of
+# which heads; not in a tile's keys and the rescale.
+_PARTS: dict[str, Any] = {"rescale": "exact", "part_keys": tiles.PART_KEYS}
+_TWO_PARTS: dict[str, Any] = {**_D128, **_PARTS}
+_D256_PARTS: dict[str, Any] = {**_D256, **_PARTS}
+
 ROWS: list[ConfigRow] = [
+    *(
+        _hopper(dim, (rows, keys, 4, stages), when, _NOT_TIMED, **options)
+        for dim, keys, stages, two in (
+            (64, 128, 4, _TWO_PARTS),
+            (128, 128, 2, _TWO_PARTS),
+            (256, 64, 2, _D256_PARTS),
+        )
+        for when, rows, options in (
+            (where.invariant_packs_in_one, 64, {**_PARTS, "pack_gqa": True}),
+            (where.invariant_packs, 128, {**two, "pack_gqa": True}),
+            (where.invariant_few_rows, 64, _PARTS),
+            (where.invariant, 128, two),
+        )
+    ),
     _hopper(128, (128, 128, 4, 2), where.quantised_packs, _FITS, **_TWO_CONVERT, pack_gqa=True),
     _hopper(256, (128, 64, 4, 2), where.quantised_packs, _FITS, **_WIDE_CONVERT, pack_gqa=True),
     _hopper(128, (64, 128, 4, 2), where.quantised_few_rows, _FITS, **_CONVERTS),
@@ -360,6 +380,9 @@ ROWS: list[ConfigRow] = [
     # drawn.
     _hopper_backward(64, (64, 128, 4, 2), where.lists_of_64, _FITS, **_DRAWN),
     _hopper_backward(64, (64, 128, 4, 2), where.holds_more_in_order, _FITS, draws=True),
+    # Splits follow the batch and the SMs.
+    _hopper_backward(64, (128, 128, 4, 2), where.invariant_in_order, _FITS, draws=True),
+    _hopper_backward(128, (64, 128, 4, 2), where.invariant_in_order, _FITS, draws=True),
     _hopper_backward(64, (128, 128, 4, 2), where.in_order, _FITS, draws=True, splits=0),
     _hopper_backward(128, (64, 128, 4, 2), where.in_order, _FITS, draws=True, splits=0),
     _hopper_backward(64, (64, 128, 4, 3), where.holds_more, _FITS, dout_stages=3, **_DRAWN),

@@ -36,6 +36,21 @@ def parts_by_position(problem: AttentionProblem, device: DeviceSpec) -> str | No
     return f"numerics='invariant' with {words}" if words else None
 
 
+def one_run_of_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """With numerics="invariant" the Hopper forward visits one run of key tiles, and scores are raw
+    products: with a bias or ALiBi its tiles differ, or units do."""
+    if not problem.invariant:
+        return None
+    beside = {
+        "ALiBi": problem.alibi,
+        "a bias": problem.bias,
+        "key ranges": problem.key_ranges,
+        "leading keys": problem.mask.first,
+    }
+    words = ", ".join(name for name, is_there in beside.items() if is_there)
+    return f"numerics='invariant' with {words}" if words else parts_by_position(problem, device)
+
+
 def whole_probs(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     if problem.return_probs and problem.num_splits > 1:
         return "returned probabilities of a split of the keys"

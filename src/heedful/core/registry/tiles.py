@@ -59,7 +59,7 @@ class PortableConfig(TileConfig):
 
 # Keys of a part where bits do not depend on how a call is made. A sequence's parts begin at
 # multiples of it, whatever kernel processes them.
-PART_KEYS = 4096
+PART_KEYS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,7 @@ class HopperForwardConfig(HopperConfig):
     tail_d, tail_e: a tile of queries and keys, or one of values, has 192 columns in three boxes of
     64. stored_stages: stages of keys, and of values, as a quantised cache stores them; 0 = they
     need no conversion. key_splits: a number of splits to measure; 0 = as core/planning/splits.py
-    chooses.
+    chooses. part_keys: as of `PortablePartsConfig`.
     """
 
     v_stages: int = 0
@@ -234,6 +234,7 @@ class HopperForwardConfig(HopperConfig):
     tail_e: bool = False
     stored_stages: int = 0
     key_splits: int = 0
+    part_keys: int = 0
 
     @property
     def value_stages(self) -> int:
@@ -401,6 +402,7 @@ SINK_GRADIENTS = RowsConfig(1024)
 DIAGONAL_SUMS = RowsConfig(128)
 DIAGONAL_PARTS = 4
 DIAGONAL_GRADIENTS = RowsConfig(256)
+MERGE_PARTS = RowsConfig(16)
 # Programs that share the tokens outside of all packed sequences: about one for each SM.
 CLEARING_PROGRAMS = 128
 VARLEN_SCHEDULER = RowsConfig(1024)  # sequences that a program looks at at once

@@ -207,6 +207,7 @@ class HeedfulImpl(AttentionImpl[HeedfulMetadata]):
         self._before = -1 if sliding_window is None else sliding_window - 1
         self._has_cache = attn_type not in _ENCODERS
         self._quantised = kv_cache_dtype in E4M3
+        self._numerics = numerics()
         if self._has_cache:
             facts = head_size, head_size, torch.get_default_dtype(), kv_cache_dtype, None
             check_planned(*facts, sinks is not None, None, latent=False)
@@ -270,6 +271,7 @@ class HeedfulImpl(AttentionImpl[HeedfulMetadata]):
             alibi_slopes=self.alibi_slopes,
             sink=self.sinks,
             out=out,
+            numerics=self._numerics,
             **options,
         )
         return output
@@ -307,8 +309,6 @@ def own_scale(scale: Tensor) -> Tensor:
 
 def check_served(kv_cache_dtype: str) -> None:
     """Raises ValueError for what no layer of heedful serves."""
-    if envs.VLLM_BATCH_INVARIANT:
-        refuse("batch invariance (VLLM_BATCH_INVARIANT=1) yet")
     if kv_cache_dtype not in CACHE_DTYPES:
         refuse(f"kv_cache_dtype {kv_cache_dtype!r}, but {', '.join(CACHE_DTYPES)}")
 
@@ -319,6 +319,11 @@ def check_planned(*facts: Any, latent: bool) -> None:
     reason = why_not(*facts, latent=latent)
     if reason is not None:
         raise ValueError(reason)
+
+
+def numerics() -> str | None:
+    """Those of calls where vLLM wants batch invariance."""
+    return "invariant" if envs.VLLM_BATCH_INVARIANT else None
 
 
 def refuse(what: str) -> None:

@@ -23,6 +23,7 @@ from heedful.integrations.vllm.answers import Answers
 from heedful.integrations.vllm.backend import (
     check_planned,
     check_served,
+    numerics,
     own_scale,
     refuse,
 )
@@ -83,6 +84,8 @@ class HeedfulMLAImpl(MLACommonImpl[MLACommonMetadata]):
         **mla_args: Any,
     ) -> None:
         check_served(kv_cache_dtype)
+        if numerics() is not None:
+            refuse("batch invariance (VLLM_BATCH_INVARIANT=1) of latent attention")
         others = {
             "alibi_slopes": alibi_slopes,
             "sliding_window": sliding_window,

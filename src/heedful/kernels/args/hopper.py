@@ -91,13 +91,15 @@ class SplitKV(NamedTuple):
     """partials: float32 results of each split, dense (splits, batch, row, head, dim_v), stored in
     place of `out`; packed queries have no batch index, and batch is None. rest: the part that the
     rounding of each log-sum-exp lost, of results that are merged later; else None. Without splits
-    all other fields are None."""
+    all other fields are None. PART_TILES: with numerics="invariant" a split is a part of so many
+    key tiles, at multiples of them; else None."""
 
     partials: Out[Ptr]
     rest: Out[Ptr]
     splits: Num
     batch: Num
     dim_v: Num
+    PART_TILES: Const
 
 
 class HopperStages(NamedTuple):

@@ -37,3 +37,13 @@ def log_sum_exp(maximum, total, IS_BASE_2: tl.constexpr):
         lse = maximum + log
         rest = (maximum - lse) + log
     return lse, tl.where(tl.abs(lse) < float("inf"), rest, 0.0)
+
+
+@triton.jit
+def rounded_log_sum_exp(maximum, total, IS_BASE_2: tl.constexpr):
+    """`log_sum_exp` with lse as the rounded sum of both numbers. A merge of one part then returns
+    that very lse."""
+    lse, rest = log_sum_exp(maximum, total, IS_BASE_2)
+    rounded = lse + rest
+    rest = (lse - rounded) + rest
+    return rounded, tl.where(tl.abs(rounded) < float("inf"), rest, 0.0)

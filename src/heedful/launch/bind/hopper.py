@@ -36,7 +36,9 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
         begins_early=plan.short_q > 0,
     )
     calls.append(call)
-    if plan.is_split:
+    if plan.is_split and problem.invariant:
+        calls.append(portable.merge_parts_call(problem, sizes, buffers, config.part_keys))
+    elif plan.is_split:
         # The first split includes the sink: a merge would add it to unused rows, too.
         calls.append(portable.combine_call(buffers, has_sink=False, begins_early=True))
     return Program(tuple(calls), sizes.workspaces)

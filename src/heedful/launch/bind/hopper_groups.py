@@ -38,9 +38,10 @@ def forward_call(
 ) -> KernelCall:
     """The launch of the attention. tensor_maps: of q, k, v and out. lse: the name of the
     log-sum-exp's buffer, if there is one. splits: as of `_split_kv`."""
+    split = _split_kv(problem, config, buffers, splits)
     parameters = {
         "io": args.HopperIO(**tensor_maps, lse=pointer(buffers, lse)),
-        "params": _params(problem, config, launch, buffers, _split_kv(problem, buffers, splits)),
+        "params": _params(problem, config, launch, buffers, split),
         "transpose": transpose,
         "BEGINS_EARLY": begins_early,
     }
@@ -187,17 +188,23 @@ def hulls_call(problem: AttentionProblem, sizes: Sizes, buffers: Buffers) -> Ker
     return KernelCall(ref, grid, parameters, {"num_warps": 1})
 
 
-def _split_kv(problem: AttentionProblem, buffers: Buffers, splits: int | None) -> args.SplitKV:
+def _split_kv(
+    problem: AttentionProblem, config: HopperConfig, buffers: Buffers, splits: int | None
+) -> args.SplitKV:
     """The group of partial results. splits: how many the keys have; None without. The results may
     have a rest in either case."""
+    part_tiles = None
+    if isinstance(config, HopperForwardConfig) and problem.invariant:
+        part_tiles = config.part_keys // config.block_n
     if splits is None:
-        return args.SplitKV(None, pointer(buffers, "rest"), None, None, None)
+        return args.SplitKV(None, pointer(buffers, "rest"), None, None, None, part_tiles)
     return args.SplitKV(
         partials=pointer(buffers, "partial_out"),
         rest=pointer(buffers, "partial_rest"),
         splits=Scalar(splits),
         batch=None if problem.varlen_q else Scalar(problem.batch),
         dim_v=Scalar(problem.head_dim_v),
+        PART_TILES=part_tiles,
     )
 
 

@@ -17,6 +17,7 @@ from heedful.core.registry.tiles import (
     CLEARING_PROGRAMS,
     DIAGONAL_GRADIENTS,
     DIAGONAL_SUMS,
+    MERGE_PARTS,
     SINK_GRADIENTS,
     PortablePartsConfig,
     RowsConfig,
@@ -153,28 +154,56 @@ def _calls_in_parts(
     out = "partial_out" if plan.is_split else "out"
     divisor = shared_divisor(buffers, ("q", "k", "v", out))
     blocks = tile(problem, config.block_m, config.block_n, divisor)
-    common: dict[str, Any] = {"PART_TILES": config.part_keys // config.block_n}
+    launch = sizes.launches["portable.forward"]
+    order = _order(launch.numbers, sizes.num_splits)
+    attention = kernel_call(
+        "forward.parts.attention_in_parts",
+        launch.grid,
+        config,
+        io=forward_io(buffers, divisor, plan.is_split),
+        params=params(problem, blocks, buffers, order, has_sink=True, is_cached=True),
+        PART_TILES=config.part_keys // config.block_n,
+        IS_SPLIT=plan.is_split,
+    )
+    if not plan.is_split:
+        return [attention]
+    return [attention, merge_parts_call(problem, sizes, buffers, config.part_keys, True)]
 
-    def call(kernel: str, name: str, io: Any, **more: Any) -> KernelCall:
-        launch = sizes.launches[name]
-        order = _order(launch.numbers, sizes.num_splits)
-        whole = params(problem, blocks, buffers, order, has_sink=True, is_cached=True)
-        return kernel_call(
-            f"forward.parts.{kernel}", launch.grid, config, io=io, params=whole, **common, **more
-        )
 
-    io = forward_io(buffers, divisor, plan.is_split)
-    calls = [call("attention_in_parts", "portable.forward", io, IS_SPLIT=plan.is_split)]
-    if plan.is_split:
-        io = groups.arrays(
+def merge_parts_call(
+    problem: AttentionProblem,
+    sizes: Sizes,
+    buffers: Buffers,
+    part_keys: int,
+    has_sink: bool = False,
+) -> KernelCall:
+    """Merges parts of the keys, of so many each, one after the other. has_sink: the sink enters
+    before them."""
+    launch = sizes.launches["portable.merge_parts"]
+    divisor = shared_divisor(buffers, ("partial_out", "out"))
+    order = _order(launch.numbers, sizes.num_splits)
+    return kernel_call(
+        "forward.parts.merge_parts",
+        launch.grid,
+        MERGE_PARTS,
+        io=groups.arrays(
             args.MergePartsIO,
             buffers,
-            shared_divisor(buffers, ("partial_out", "out")),
+            divisor,
+            out=groups.split_rows(buffers, "out", divisor),
             partial_out=groups.split_rows(buffers, "partial_out", divisor, True),
             partial_lse=groups.split_row_vector(buffers, "partial_lse", True),
-        )
-        calls.append(call("merge_parts", "portable.merge_parts", io))
-    return calls
+        ),
+        params=params(
+            problem,
+            tile(problem, MERGE_PARTS.rows, MERGE_PARTS.rows, divisor),
+            buffers,
+            order,
+            has_sink,
+            is_cached=True,
+        ),
+        PART_KEYS=part_keys,
+    )
 
 
 def forward_io(buffers: Buffers, divisor: int, is_split: bool) -> ForwardIO:

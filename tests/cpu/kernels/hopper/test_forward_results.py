@@ -37,7 +37,15 @@ class Forward:
     that three lie within. split: which of SPLITS, or None."""
 
     def __init__(
-        self, *, natural=False, sink=False, rest=False, pack=1, split: int | None = None, fp8=False
+        self,
+        *,
+        natural=False,
+        sink=False,
+        rest=False,
+        pack=1,
+        split: int | None = None,
+        fp8=False,
+        in_parts=False,
     ):
         self.drawn: Any = np.random.default_rng(7)
         self.natural, self.split, self.pack, self.fp8 = natural, split, pack, fp8
@@ -52,6 +60,7 @@ class Forward:
             rest=None if self.rest is None else Memory(self.rest),
             batch=tensor(BATCH),
             dim_v=tensor(DIM),
+            PART_TILES=64 if in_parts else None,
         )
         group = 3 if pack > 1 else 1
         self.params: Any = SimpleNamespace(
@@ -161,6 +170,22 @@ def test_rows_are_divided_and_their_log_sum_exp_is_natural(split, rest, natural,
     forward.run(epilogue.store_rows, (out,), top, total)
     unit = 1.0 if natural else 1 / LOG2E
     forward.check(np.float64(out), np.float64(top) * unit, np.float64(total))
+
+
+@pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
+@pytest.mark.parametrize("split, rest", [(None, False), (None, True), (0, True), (2, True)])
+def test_the_log_sum_exp_of_a_part_is_what_a_merge_of_it_alone_gives(split, rest, sink):
+    forward = Forward(sink=sink, rest=rest, split=split, in_parts=True)
+    out, top, total = draw(forward, far=True)
+    forward.run(epilogue.store_rows, (out,), top, total)
+    forward.check(np.float64(out), np.float64(top) / LOG2E, np.float64(total))
+    if forward.rest is not None:
+        assert (forward.lse + forward.rest)[forward.rest != UNTOUCHED].tolist() == (
+            forward.lse[forward.rest != UNTOUCHED].tolist()
+        )
+    alone = Forward(sink=sink, split=split, in_parts=True)
+    alone.run(epilogue.store_rows, (out,), top, total)
+    assert np.array_equal(alone.lse, forward.lse)
 
 
 @pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])

@@ -34,18 +34,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "e4m3": {"kv_dtype": "float8_e4m3fn"},
 }
-# Constants of kernels that decide bits.
-DECIDING = {"BLOCK_M", "BLOCK_N", "BLOCK_D", "BLOCK_E", "BLOCK_R", "PRECISION", "PART_TILES"}
-DECIDING |= {"IS_ADJUSTED", "HEAD_DIM", "HEAD_DIM_V", "KV_GROUP"}
-SHARED = {"BLOCK_M", "BLOCK_E", "PART_TILES"}
+# Constants that decide bits, of kernels by their functions.
+DECIDING = {
+    "attention_in_parts": (
+        {"BLOCK_M", "BLOCK_N", "BLOCK_D", "BLOCK_E", "BLOCK_R", "PRECISION", "PART_TILES"}
+        | {"IS_ADJUSTED", "HEAD_DIM", "HEAD_DIM_V", "KV_GROUP"}
+    ),
+    "forward": {"BLOCK_N", "RESCALE", "PART_TILES", "HAS_SOFTCAP"},
+    "merge_parts": {"PART_KEYS"},
+}
 
 
-def drawn(rng: random.Random, dims: tuple[int, int], option: dict[str, Any]):
-    """A way of a call: its problem, the arrays' addresses, the device and the backend."""
+def drawn(rng: random.Random, dims: tuple[int, int], option: dict[str, Any], device: str):
+    """A way of a call: its problem, the arrays and the device."""
     entry = rng.choice(("dense", "packed", "cache", "pages", "packed over pages"))
     batch = rng.choice((1, 3, 64))
     seqlen_q = rng.choice((1, 5, 64, 200, 5000))
-    seqlen_k = rng.choice((1, 100, 127, 4096, 4097, 40000))
+    seqlen_k = rng.choice((1, 127, 8192, 8193, 20000, 40000))
     facts: dict[str, Any] = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     facts |= {"head_dim": dims[0], "head_dim_v": dims[1], "invariant": True}
     facts |= {"heads_q": rng.choice((2, 8)), "heads_k": rng.choice((1, 2)), "dtype": "bfloat16"}
@@ -69,8 +74,7 @@ def drawn(rng: random.Random, dims: tuple[int, int], option: dict[str, Any]):
     arrays = dict(buffers.forward(problem))
     if not aligned:
         arrays["q"] = _unaligned(arrays["q"])
-    device = by_name("H200").live(units=rng.choice((1, 16, 66, 132, 160)))
-    return problem, arrays, device
+    return problem, arrays, by_name(device).live(units=rng.choice((1, 16, 66, 132, 160)))
 
 
 def _unaligned(spec: ArraySpec) -> ArraySpec:
@@ -78,35 +82,61 @@ def _unaligned(spec: ArraySpec) -> ArraySpec:
     return ArraySpec(spec.shape, wider.strides, spec.dtype)
 
 
-def deciding(problem, arrays, device) -> dict[str, tuple]:
+def deciding(problem, arrays, device, backend: str | None) -> dict[str, tuple]:
     """By kernel, all that decides bits."""
-    chosen = plan(problem, device)
-    found = {}
+    chosen = plan(problem, device, backend=backend)
+    found = {"plan": (chosen.variant_of("forward").label,)}
     for call in program(chosen, "forward", arrays).calls:
-        if call.kernel.function in ("attention_in_parts", "merge_parts"):
-            constants = [(name.rpartition(".")[2], value) for name, value in call.constants.items()]
-            kept = {name: value for name, value in constants if name in DECIDING}
-            found[call.kernel.function] = (tuple(sorted(kept.items())), tuple(call.options.items()))
-    config = chosen.configs["portable.forward"]
-    words = chosen.backend, config.block_m, config.block_n, config.num_warps, config.words()
-    return {"plan": words, **found}
+        wanted = DECIDING.get(call.kernel.function, ())
+        constants = [(name.rpartition(".")[2], value) for name, value in call.constants.items()]
+        kept = sorted((name, value) for name, value in constants if name in wanted)
+        assert {name for name, _ in kept} == set(wanted)
+        if wanted:
+            found[call.kernel.function] = (*kept, *call.options.items())
+    return found
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
-def test_all_that_decides_bits_is_one_for_each_head_dim(dims, option):
+def refused(problem, device, backend: str | None) -> bool:
+    """Whether the named kernel takes no call like this one, for its entry or its layout."""
+    try:
+        plan(problem, device, backend=backend)
+    except ValueError:
+        ragged = problem.page_size or problem.used_k or problem.leftpad_k
+        layout = not problem.aligned or ragged and not problem.even_rows
+        assert layout or problem.page_size % 16 or problem.page_size and problem.leftpad_k
+        return backend is not None
+    return False
+
+
+# Options that the Hopper forward takes, with head dims up to 256.
+OF_HOPPER = ("plain", "softcap", "sink", "float16")
+ASKED = [
+    *(
+        (dims, option, device, None)
+        for dims in HEAD_DIMS
+        for option in OPTIONS
+        for device in ("H200", "B200")
+    ),
+    *((dims, option, "H200", "hopper") for dims in HEAD_DIMS[:-1] for option in OF_HOPPER),
+]
+
+
+@pytest.mark.parametrize("dims, option, device, backend", ASKED, ids=str)
+def test_all_that_decides_bits_is_one_for_each_head_dim(dims, option, device, backend):
     if option in ("float32", "e4m3") and dims[0] > 512:
         pytest.skip("no kernel takes these")
-    rng, found = random.Random(f"{dims} {option}"), {}
-    for _ in range(40):
-        problem, arrays, device = drawn(rng, dims, OPTIONS[option])
-        for kernel, decides in deciding(problem, arrays, device).items():
-            assert found.setdefault(kernel, decides) == decides, (problem.key(), device.units)
-    assert set(found) == {"plan", "attention_in_parts", "merge_parts"}
-    tiles, parts = (dict(found[name][0]) for name in ("attention_in_parts", "merge_parts"))
+    rng, found = random.Random(f"{dims} {option} {device}"), {}
+    for _ in range(60):
+        problem, arrays, spec = drawn(rng, dims, OPTIONS[option], device)
+        if refused(problem, spec, backend):
+            continue
+        for kernel, decides in deciding(problem, arrays, spec, backend).items():
+            assert found.setdefault(kernel, decides) == decides, (problem.key(), spec.units)
+    kernel = "attention_in_parts" if backend is None else "forward"
+    assert set(found) == {"plan", kernel, "merge_parts"}
+    tiles = dict(found[kernel])
     assert tiles["PART_TILES"] * tiles["BLOCK_N"] == PART_KEYS
-    assert {name: tiles[name] for name in SHARED} == {name: parts[name] for name in SHARED}
-    assert found["attention_in_parts"][1] == found["merge_parts"][1]
+    assert dict(found["merge_parts"])["PART_KEYS"] == PART_KEYS
 
 
 def test_fast_calls_differ_in_what_decides_bits():
@@ -129,7 +159,21 @@ def test_each_kernel_takes_such_calls_or_says_why_not(device):
             reasons = row.why_not(problem, KNOWN[device])
             told = [reason for reason in reasons if reason.startswith("numerics='invariant': ")]
             assert row.varies == told[0].split(": ", 1)[1] if row.varies else not told
-            assert row.varies or row.backend == "portable"
+            assert row.varies or row.label in ("portable", "hopper/forward")
+
+
+def test_the_hopper_forward_is_asked_by_name_alone_until_it_has_run():
+    problem = AttentionProblem.dense(**PLAIN, invariant=True)
+    assert plan(problem, by_name("H200")).backend == "portable"
+    chosen = plan(problem, by_name("H200"), backend="hopper")
+    assert (chosen.backend, chosen.level) == ("hopper", "compile-only")
+    for facts, words in (({"alibi": True}, "ALiBi"), ({"aligned": False}, "off 16 bytes")):
+        with pytest.raises(ValueError, match=words):
+            plan(
+                AttentionProblem.dense(**PLAIN, **facts, invariant=True),
+                by_name("H200"),
+                backend="hopper",
+            )
 
 
 @pytest.mark.parametrize(
@@ -145,6 +189,26 @@ def test_what_cannot_be_invariant_is_refused_with_its_reason(facts, words):
     problem = AttentionProblem.dense(**PLAIN, **facts, invariant=True)
     with pytest.raises(ValueError, match=f"numerics='invariant' with {words}"):
         plan(problem, by_name("H200"))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_deterministic_gradients_have_one_way_for_each_head_dim(dims):
+    """Dense or packed, in any batch, on any number of SMs."""
+    found, rng = set(), random.Random(str(dims))
+    for _ in range(60):
+        seqlen = rng.choice((64, 1000, 9000))
+        facts = {"total_q": 9000, "total_k": 9000} if rng.random() < 0.5 else {}
+        batch, heads = rng.choice((1, 3, 64)), rng.choice((1, 8))
+        facts |= {"head_dim": dims[0], "head_dim_v": dims[1], "causal": True, "invariant": True}
+        problem = AttentionProblem.dense(
+            batch, seqlen, seqlen, heads, needs_grad=True, deterministic=True, **facts
+        )
+        chosen = plan(problem, by_name("H200").live(units=rng.choice((16, 66, 132))))
+        label = chosen.variant_of("backward").label
+        tiles = [(n, c.block_m, c.block_n, c.words()) for n, c in chosen.configs.items()]
+        found.add((label, *(tile for tile in tiles if "backward" in tile[0])))
+        assert label == ("hopper/backward" if dims[0] <= 128 else "portable")
+    assert len(found) == 1 and "splits=0" not in str(found)
 
 
 def test_no_cpu_takes_an_invariant_call():

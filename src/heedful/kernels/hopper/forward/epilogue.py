@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from heedful.kernels.common.constants import LN2, LOG2E
-from heedful.kernels.common.log_sum import log_sum_exp
+from heedful.kernels.common.log_sum import log_sum_exp, rounded_log_sum_exp
 from heedful.kernels.hopper.sm90.compat import aggregate, reinterpret, tma_store
 from heedful.kernels.hopper.sm90.mma import ROWS, scale_output
 from heedful.kernels.hopper.sm90.pipeline import allocate_boxes, pair_of_boxes
@@ -241,7 +241,11 @@ def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor
             out = keep_rows(out, used_M)
         write_rows(outputs, out, queries_at(params, tile, row), place)
     if outputs.lse is not None:
-        if params.split.rest is not None:
+        if params.split.PART_TILES is not None:
+            lse_M, rest_M = rounded_log_sum_exp(m_M, l_M, not IS_NATURAL)
+            if params.split.rest is not None:
+                store_lse(params.split.rest, rest_M, tile, row, split, params, 0.0)
+        elif params.split.rest is not None:
             lse_M, rest_M = log_sum_exp(m_M, l_M, not IS_NATURAL)
             store_lse(params.split.rest, rest_M, tile, row, split, params, 0.0)
         elif IS_NATURAL:

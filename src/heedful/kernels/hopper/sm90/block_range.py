@@ -206,6 +206,15 @@ def n_block_at(params, blocks, step):
 
 
 @gluon.jit
+def part_of_blocks(blocks, part, PART_TILES: gl.constexpr):
+    """The key tiles that are in a part, which begins at a fixed position of the sequence."""
+    first = part * PART_TILES
+    begin = gl.minimum(gl.maximum(blocks.begin, first), blocks.end)
+    end = gl.maximum(gl.minimum(blocks.end, first + PART_TILES), begin)
+    return NBlockRange(begin, blocks.full_begin, blocks.full_end, end)
+
+
+@gluon.jit
 def program_n_block_range(params, tile, split):
     """The key tiles that all consumers of a program visit together."""
     ROWS_OF_ALL: gl.constexpr = params.tile.CONSUMERS * ROWS // params.gqa.PACK_GQA
@@ -221,6 +230,8 @@ def program_n_block_range(params, tile, split):
         first_end = gl.minimum(gl.cdiv(seen, params.tile.BLOCK_N), blocks.begin)
         visits += first_end
     skipped = gl.to_tensor(0)
+    if params.split.splits is not None and params.split.PART_TILES is not None:
+        return part_of_blocks(blocks, split, params.split.PART_TILES)
     if params.split.splits is not None:
         each = gl.cdiv(visits, params.split.splits)
         skipped = gl.minimum(split * each, visits)

@@ -213,11 +213,11 @@ def attention_in_parts(
 
 
 @triton.jit
-def merge_parts(io: MergePartsIO, params: PortableParams, PART_TILES: tl.constexpr):
-    """Stores out (.., M, H, E) and lse (B, H, M) of the parts that `attention_in_parts` stored."""
+def merge_parts(io: MergePartsIO, params: PortableParams, PART_KEYS: tl.constexpr):
+    """Stores out (.., M, H, E) and lse (B, H, M) of the parts that `attention_in_parts`, or the
+    Hopper forward, stored."""
     M: tl.constexpr = params.tile.BLOCK_M
     E: tl.constexpr = params.tile.HEAD_DIM_V
-    PART: tl.constexpr = PART_TILES * params.tile.BLOCK_N
     heads = params.shape.batch * params.shape.heads_q
     block, bh = head_of(tl.program_id(0), params.order, heads, params.mask.HAS_RIGHT)
     place = place_of_queries(
@@ -230,7 +230,7 @@ def merge_parts(io: MergePartsIO, params: PortableParams, PART_TILES: tl.constex
     rows_M = row0 + tl.arange(0, M)
     exists_M = rows_M < place.seq.stored_q
     merged = none_merged(place, params)
-    for part in range(0, tl.minimum(tl.cdiv(place.seq.len_k, PART), params.order.splits)):
+    for part in range(0, tl.minimum(tl.cdiv(place.seq.len_k, PART_KEYS), params.order.splits)):
         out = io.partial_out.ptr + (
             part * io.partial_out.stride_s
             + place.b * io.partial_out.stride_b
@@ -255,7 +255,9 @@ def merge_parts(io: MergePartsIO, params: PortableParams, PART_TILES: tl.constex
             + wide(rows_M)
         )
         lse_M = tl.load(io.partial_lse.ptr + at_M, mask=exists_M, other=float("-inf"))
+        # Where rows saw nothing, some kernels store no rest.
         rest_M = tl.load(io.partial_rest + at_M, mask=exists_M, other=0.0)
+        rest_M = tl.where(lse_M == float("-inf"), 0.0, rest_M)
         merged = with_part(merged, lse_M, rest_M, part_ME)
     _scale, factor = with_descales(1.0, 1.0, place, params.descales)
     store_merged(merged, factor, row0, place, io, params)
