@@ -228,3 +228,14 @@ def test_new_tokens_lie_in_their_pages_and_nowhere_else():
         new[3, 0],
     )
     np.testing.assert_array_equal(got, want)
+
+
+def test_invariant_numerics_are_refused_on_a_cpu_with_the_reason():
+    q = jnp.zeros((1, 8, 2, 16), jnp.float16)
+    assert hj.flash_attn_func(q, q, q, numerics="fast").shape == q.shape
+    with pytest.raises(ValueError, match="scan: numerics='invariant': sizes of the call decide"):
+        hj.flash_attn_func(q, q, q, numerics="invariant")
+    with pytest.raises(ValueError, match="scan: numerics='invariant'"):
+        hj.flash_attn_with_kvcache(q, q, q, cache_seqlens=8, numerics="invariant")
+    with pytest.raises(ValueError, match="numerics must be one of fast, invariant or None"):
+        hj.flash_attn_func(q, q, q, numerics="exact")

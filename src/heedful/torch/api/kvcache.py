@@ -164,8 +164,7 @@ def flash_attn_with_kvcache(
     dispatched = needs_dispatcher(q, k_cache, v_cache)
     if dispatched or window_size is not UNBOUNDED:
         window_size = plain_window(window_size)
-    if numerics is not None:
-        backend = with_numerics(backend, numerics)
+    backend = backend if numerics is None else with_numerics(backend, numerics)
     if not dispatched and any_autocast() and is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k_cache, k, v)
     scores = softmax_scale, causal, window_size, softcap
@@ -456,8 +455,7 @@ def _start(update: CacheUpdate, x: Operands) -> Tensor:
     """The row of each sequence's first new token in its storage."""
     start = update.cache_seqlens
     if not isinstance(start, Tensor):
-        shape, device = (x.q.shape[0],), x.q.device
-        start = torch.full(shape, start, dtype=torch.int32, device=device)
+        start = torch.full(x.q.shape[:1], start, dtype=torch.int32, device=x.q.device)
     return _as_operand(start)
 
 
