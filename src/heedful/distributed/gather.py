@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heedful.distributed import peers
 from heedful.distributed.calls import attended, differentiated, placed
 from heedful.distributed.cost import head_groups
 from heedful.distributed.exchange import Exchange, copy, head_start, side_by_side
@@ -29,16 +30,16 @@ class Group:
 
 
 def groups(
-    q: Tensor, k: Tensor, v: Tensor, on: OnDevice, backward: bool
+    q: Tensor, k: Tensor, v: Tensor, on: OnDevice, backward: bool, is_shared: bool
 ) -> tuple[list[Group], bool]:
     """KV heads in groups, one where nothing runs beside a transfer; and whether local calls hide
-    the first one's."""
+    the first one's. is_shared: to ask for a transfer takes the host little time."""
     heads = q.shape[1], k.shape[1]
     sizes, is_hidden = [heads[1]], True
     if q.device.type == "cuda":
         dims = k.shape[-1], v.shape[-1]
         # All ranks capture a step, or none does.
-        replayed = torch.cuda.is_current_stream_capturing()
+        replayed = is_shared or torch.cuda.is_current_stream_capturing()
         sizes, is_hidden = head_groups(on.schedule, heads, dims, k.itemsize, backward, replayed)
     each, begin, found = heads[0] // heads[1], 0, []
     for size in sizes:
@@ -49,21 +50,30 @@ def groups(
 
 
 class Keys:
-    """k and v of one group of heads, on their way: a head's k and v lie side by side."""
+    """k and v of one group of heads, on their way: a head's k and v lie side by side. shared: where
+    other ranks read them, None if they are sent."""
 
-    def __init__(self, k: Tensor, v: Tensor, group: Group, made: ContextPlan, on: OnDevice):
+    def __init__(
+        self, k: Tensor, v: Tensor, group: Group, made: ContextPlan, on: OnDevice, shared: Any
+    ):
         schedule = on.schedule
-        self.group, self._dims = group, (k.shape[-1], v.shape[-1])
+        self.group, self.shared, self._dims = group, shared, (k.shape[-1], v.shape[-1])
         count = group.keys.stop - group.keys.start
-        self.rows = k.new_empty((schedule.count, count, sum(self._dims)))
+        shape = schedule.count, count, sum(self._dims)
+        self.rows = k.new_empty(shape) if shared is None else shared.keys(made.rank, group.keys)
         for rows, place in schedule.own:
             own = [x[rows, group.keys] for x in (k, v)]
             side_by_side(own, self.rows[place])
-        sent, received = (
-            [[self.rows[run] for run in theirs] for theirs in parts]
-            for parts in (schedule.sent, schedule.received)
-        )
-        self._exchange = Exchange(made.group, sent, received, schedule.rounds, self.rows)
+        if shared is None:
+            sent, received = (
+                [[self.rows[run] for run in theirs] for theirs in parts]
+                for parts in (schedule.sent, schedule.received)
+            )
+            self._exchange = Exchange(made.group, sent, received, schedule.rounds, self.rows)
+
+    def pull(self) -> None:
+        """Begins to copy rows of the other ranks, who have all written theirs."""
+        self._exchange = self.shared.pull_keys(self.group.keys, self.rows)
 
     def wait(self) -> None:
         """The current stream waits for the rows."""
@@ -85,15 +95,21 @@ class KeyGradients:
     @property
     def sums(self) -> Tensor:
         if self._sums is None:
-            self._sums = torch.zeros_like(self._keys.rows, dtype=torch.float32)
+            self._sums = self._empty().zero_()
         return self._sums
+
+    def _empty(self) -> Tensor:
+        keys = self._keys
+        if keys.shared is None:
+            return torch.empty_like(keys.rows, dtype=torch.float32)
+        return keys.shared.sums(self._made.rank, keys.group.keys)
 
     def add(self, rows: slice, dk: Tensor, dv: Tensor) -> None:
         """Adds what a call found. The first call's rows are often all."""
         part = dk.new_empty((*dk.shape[:-1], dk.shape[-1] + dv.shape[-1]))
         side_by_side([dk, dv], part)
         if self._sums is None and len(part) == len(self._keys.rows):
-            self._sums = part.float()
+            self._sums = self._empty().copy_(part)
         else:
             self.sums[rows] += part
 
@@ -104,6 +120,9 @@ class KeyGradients:
             [sums.new_empty((run.stop - run.start, *sums.shape[1:])) for run in theirs]
             for theirs in schedule.sent
         ]
+        if self._keys.shared is not None:
+            self._exchange = self._keys.shared.pull_sums(self._keys.group.keys, self._parts)
+            return
         sent = [[sums[run] for run in theirs] for theirs in schedule.received]
         self._exchange = Exchange(self._made.group, sent, self._parts, schedule.rounds, sums)
 
@@ -158,8 +177,15 @@ def _parts(
     keys, is_hidden = [], True
     if on.schedule.most_received:
         # All are asked for before the first kernel, whose work tiles take all SMs.
-        told, is_hidden = groups(q, k, v, on, backward)
-        keys = [Keys(k, v, group, made, on) for group in told]
+        shared = peers.shared_rows(made.peers, on.schedule, k, v)
+        told, is_hidden = groups(q, k, v, on, backward, shared is not None)
+        if shared is not None:
+            shared.begin()
+        keys = [Keys(k, v, group, made, on, shared) for group in told]
+        if shared is not None:
+            shared.ready()
+            for found in keys:
+                found.pull()
     remote = list(range(count, len(calls)))
     parts: list[tuple[Group, Keys | None, list[int]]]
     parts = [(found.group, found, remote) for found in keys]
@@ -168,7 +194,7 @@ def _parts(
     for index, part in enumerate(parts):
         if part[1] is not None:
             part[1].wait()
-        if keys and index < len(parts) - 1:
+        if keys and keys[0].shared is None and index < len(parts) - 1:
             # A kernel of this part and a transfer that is next may begin now.
             head_start(q.device)
         yield part

@@ -16,10 +16,12 @@ from heedful.core.call.mask import MaskSpec
 from heedful.distributed import cost
 from heedful.distributed.exchange import agree, swap
 from heedful.distributed.layouts import LAYOUTS, Layout, Mask
+from heedful.distributed.peers import SharedRows, peers_of
 from heedful.distributed.rings import Part, Step, ring_steps
 from heedful.distributed.schedules import Schedule, gathered, places_of, rows_of, spread_heads
 
 STRATEGIES = ("gather", "heads", "ring")
+TRANSPORTS = ("send", "copy")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class ContextPlan:
         strategy: "gather", "heads" or "ring".
         tokens: rows of q, k and v on this rank.
         total_tokens: rows of the whole batch.
+        peers: memory of all ranks that "gather" copies rows from, None where it sends them.
         reasons: why layout and strategy were chosen, one line each.
     """
 
@@ -73,10 +76,11 @@ class ContextPlan:
         heads: tuple[int, int],
         mask: Mask,
         reasons: Sequence[str],
+        peers: Any = None,
     ):
         self.group, self.layout, self.strategy, self.heads = group, layout, strategy, heads
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.mask, self.reasons = mask, tuple(reasons)
+        self.mask, self.reasons, self.peers = mask, tuple(reasons), peers
         self.tokens = layout.tokens(self.rank)
         self.total_tokens = layout.starts[-1]
         # By rank, where its rows lie in the batch; the most slices that a rank has.
@@ -205,6 +209,7 @@ def plan(
     window_size: Sequence[int] = (-1, -1),
     layout: str = "auto",
     strategy: str = "auto",
+    transport: str = "send",
     options: Mapping[str, Any] | None = None,
 ) -> ContextPlan:
     """Decides which tokens of a batch each rank of a group holds, and how keys are exchanged.
@@ -225,6 +230,9 @@ def plan(
         strategy: "gather" (keys and values that are seen travel), "heads" (ranks exchange tokens
             for heads), "ring" (keys of one rank at a time, least memory), or "auto": that of the
             first two whose forward takes less, by `cost`.
+        transport: "send", by the group's backend; or "copy", for "gather" alone: GPUs of one host
+            copy rows out of each other's memory, beside kernels that hold all SMs. The memory is
+            the group's, and stays.
         options: anything else that ranks should agree on, compared by its repr.
 
     Returns:
@@ -244,6 +252,10 @@ def plan(
     for name, told, known in (("layout", layout, LAYOUTS), ("strategy", strategy, STRATEGIES)):
         if told != "auto" and told not in known:
             raise ValueError(f"{name} must be one of {('auto', *known)}, got {told!r}")
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}")
+    if transport == "copy" and strategy not in ("auto", "gather"):
+        raise ValueError(f"transport must be 'send' under strategy {strategy!r}, got 'copy'")
     facts = {
         "lengths": counts,
         "heads": heads,
@@ -252,6 +264,7 @@ def plan(
         "mask": (mask.left, mask.right, mask.first),
         "layout": layout,
         "strategy": strategy,
+        "transport": transport,
         "options": sorted((options or {}).items()),
     }
     agree(group, {name: _digest(fact) for name, fact in facts.items()}, _device(group))
@@ -259,9 +272,15 @@ def plan(
     name, why = cost.layout_for(counts, mask) if layout == "auto" else (layout, "as asked")
     made = LAYOUTS[name](counts, ranks, mask)
     reasons = [f"layout {name}: {why}"]
+    strategy = "gather" if transport == "copy" else strategy
     chosen, why = _strategy(strategy, made, mask, heads, dims, dtype)
     reasons.append(f"strategy {chosen}: {why}")
-    return ContextPlan(group, made, chosen, heads, mask, reasons)
+    peers = None
+    if transport == "copy":
+        rows = gathered(made, mask, dist.get_rank(group))
+        peers = peers_of(group, SharedRows.bytes_of(rows, heads[1], sum(dims), dtype.itemsize))
+        reasons.append("rows are copied between GPUs of a host")
+    return ContextPlan(group, made, chosen, heads, mask, reasons, peers)
 
 
 def mask_of(causal: Any, window_size: Any) -> Mask:

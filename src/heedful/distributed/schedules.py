@@ -39,19 +39,22 @@ class Schedule:
     whose keys its calls see, but for local ones, and those that it sends.
 
     count: how many rows that are. own: (rows of this rank, where they lie among the gathered),
-    slices; sent[r], received[r]: slices of the gathered rows that rank r gets, or gives. calls:
-    what it computes, local ones first. The same on each rank: rounds, the most slices that one
-    sends to another; most_received, the most rows that one gets; fewest, the fewest tiles of local
-    calls that one has, and of the others.
+    slices; sent[r], received[r]: slices of the gathered rows that rank r gets, or gives; there[r]:
+    the same as slices of what rank r gathers. calls: what it computes, local ones first. The same
+    on each rank: rounds, the most slices that one sends to another; most_received, the most rows
+    that one gets; counts, of each how many it gathers; fewest, the fewest tiles of local calls that
+    one has, and of the others.
     """
 
     count: int
     own: tuple[tuple[slice, slice], ...]
     sent: tuple[tuple[slice, ...], ...]
     received: tuple[tuple[slice, ...], ...]
+    there: tuple[tuple[tuple[slice, ...], tuple[slice, ...]], ...]
     calls: tuple[Call, ...]
     rounds: int
     most_received: int
+    counts: tuple[int, ...]
     fewest: tuple[int, int]
 
     @property
@@ -86,7 +89,8 @@ class Crossing:
     """The rows that ranks need of each other. local[r], remote[r]: the pieces of rank r that see
     keys of their own piece alone, and the others; seen[r]: the rows whose keys the others see, in
     order; runs[a][b]: the rows that rank a sends to rank b, each one slice of either's rows;
-    received[r]: how many rank r gets; fewest: as in a Schedule."""
+    received[r]: how many rank r gets; needed[r]: the rows that it gathers; fewest: as in a
+    Schedule."""
 
     local: tuple[tuple[Piece, ...], ...]
     remote: tuple[tuple[Piece, ...], ...]
@@ -94,6 +98,7 @@ class Crossing:
     runs: tuple[tuple[tuple[Rows, ...], ...], ...]
     fewest: tuple[int, int]
     received: tuple[int, ...]
+    needed: tuple[tuple[Rows, ...], ...]
 
     @property
     def most_received(self) -> int:
@@ -119,6 +124,7 @@ def crossing(layout: Layout, mask: Mask) -> Crossing:
         runs,
         fewest=(_fewest(layout, mask, local), _fewest(layout, mask, remote)),
         received=tuple(sum(b - a for theirs in runs for a, b in theirs[rank]) for rank in ranks),
+        needed=tuple(union([*seen[r], *(run for sent in runs[r] for run in sent)]) for r in ranks),
     )
 
 
@@ -126,8 +132,12 @@ def gathered(layout: Layout, mask: Mask, rank: int, one_by_one: bool = False) ->
     """The schedule of a rank. one_by_one: a call for each piece, where what a call takes once, such
     as the place of its dropout mask, differs between them."""
     between = crossing(layout, mask)
-    sent, ranks = between.runs[rank], range(len(layout.shards))
-    needed = union([*between.seen[rank], *(run for runs in sent for run in runs)])
+    sent, ranks, needed = between.runs[rank], range(len(layout.shards)), between.needed[rank]
+
+    def there(other: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        place = Places(between.needed[other])
+        return tuple(map(place.of, sent[other])), tuple(map(place.of, between.runs[other][rank]))
+
     rows = [batch_rows(layout, piece) for piece in layout.shards[rank]]
     place, held = Places(needed), Places(rows)
     local, remote = between.local[rank], between.remote[rank]
@@ -136,12 +146,14 @@ def gathered(layout: Layout, mask: Mask, rank: int, one_by_one: bool = False) ->
         own=tuple((held.of(run), place.of(run)) for run in runs_of(rows, needed)),
         sent=tuple(tuple(map(place.of, runs)) for runs in sent),
         received=tuple(tuple(map(place.of, between.runs[other][rank])) for other in ranks),
+        there=tuple(map(there, ranks)),
         calls=(
             *_calls(layout, mask, local, held, held, one_by_one),
             *_calls(layout, mask, remote, held, place, one_by_one),
         ),
         rounds=between.rounds,
         most_received=between.most_received,
+        counts=tuple(sum(b - a for a, b in rows) for rows in between.needed),
         fewest=between.fewest,
     )
 

@@ -1,7 +1,10 @@
 """What ranks compute of their part of a batch is what one process computes of the whole."""
 
+import math
 import re
 from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,6 +96,72 @@ def in_place(rank: int, count: int, case: Case, strategy: str, layout: str) -> R
         patch.setattr(exchange, "ROUNDS", 9)
         patch.setattr(exchange.dist, "all_to_all", all_to_all)
         return computed(rank, count, case, strategy, layout)
+
+
+class Mapped:
+    """As `peers.Peers`, of files that each rank maps."""
+
+    def __init__(self, folder: Path, rank: int, count: int, size: int):
+        self.size, self._steps = size, 0
+        files = [str(folder / str(r)) for r in range(count)]
+        made = torch.UntypedStorage.from_file
+        mine = made(files[rank], True, size)
+        dist.barrier()
+        self._theirs: list[Any] = [
+            mine if r == rank else made(files[r], True, size) for r in range(count)
+        ]
+
+    def ready(self) -> None:
+        dist.barrier()
+
+    def begin(self) -> None:
+        dist.barrier()
+        self._steps += 1
+
+    def view(self, rank: int, begin: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+        every = torch.empty(0, dtype=torch.uint8).set_(self._theirs[rank])
+        size = math.prod(shape) * dtype.itemsize
+        return every[begin : begin + size].view(dtype).view(shape)
+
+    def pull(self, pairs: Any) -> Any:
+        # At the latest moment.
+        return SimpleNamespace(wait=lambda: [into.copy_(rows) for into, rows in pairs])
+
+
+def by_reading(
+    rank: int, count: int, case: Case, layout: str, folder: Path
+) -> tuple[Results | None, int]:
+    """`computed` by "gather" that reads other ranks' memory; KV heads in two groups. And how many
+    steps have."""
+    from heedful.distributed import gather
+
+    made = Mapped(folder, rank, count, 1 << 22)
+
+    def groups(*_: Any) -> tuple[list[gather.Group], bool]:
+        return [gather.Group(slice(n, n + 1), slice(4 * n, 4 * n + 4)) for n in range(2)], False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather, "groups", groups)
+        of_plan = import_module("heedful.distributed.plan")
+        patch.setattr(of_plan, "peers_of", lambda group, size: made)
+        return computed(rank, count, case, "copy", layout), made._steps
+
+
+@pytest.mark.parametrize(
+    ("count", "layout", "name"),
+    [
+        (2, "documents", "causal"),
+        (2, "contiguous", "window"),
+        (2, "zigzag", "sink"),
+        (4, "zigzag", "first keys"),
+        (4, "documents", "dropout"),
+    ],
+)
+def test_ranks_may_read_each_others_memory(groups, tmp_path, count, layout, name):
+    found = groups(count).run(by_reading, CASES[name], layout, tmp_path)
+    budget.check(whole(name), found[0][0])
+    # A forward and a backward.
+    assert {steps for _, steps in found} == {2}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What GPUs compute of their part of a batch is what the oracle computes of the whole."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ WAYS = [
     ("heads", "documents"),
     ("ring", "zigzag"),
     ("ring", "documents"),
+    ("copy", "zigzag"),
+    ("copy", "documents"),
 ]
 
 
@@ -44,7 +47,8 @@ def test_gpus_compute_what_the_oracle_does(ranks, name, dim, strategy, layout):
 def replayed(rank: int, count: int, strategy: str, lengths: list[int]) -> list[bool]:
     """Whether a graph that was captured with other values gives the bits of one captured with
     these. A call's may differ: it may send all heads at once."""
-    made = plan(lengths=lengths, heads_q=16, heads_k=8, head_dim=64, strategy=strategy)
+    by: dict[str, Any] = {"transport": "copy"} if strategy == "copy" else {"strategy": strategy}
+    made = plan(lengths=lengths, heads_q=16, heads_k=8, head_dim=64, **by)
     shapes = [(made.tokens, heads, 64) for heads in (16, 8, 8, 16)]
     q, k, v, dout = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes)
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -63,7 +67,7 @@ def replayed(rank: int, count: int, strategy: str, lengths: list[int]) -> list[b
     return [torch.equal(x, y) for x, y in zip(found, kept[0], strict=True)]
 
 
-@pytest.mark.parametrize("strategy", ["gather", "heads", "ring"])
+@pytest.mark.parametrize("strategy", ["gather", "heads", "ring", "copy"])
 @pytest.mark.parametrize("lengths", [[16384], [9000, 400, 2000, 3000, 1984]], ids=["one", "five"])
 def test_a_replayed_graph_gives_the_bits_of_another(ranks, strategy, lengths):
     for found in ranks.run(replayed, strategy, lengths):

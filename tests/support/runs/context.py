@@ -48,6 +48,7 @@ CASES = {
 
 
 def planned(case: Case, strategy: str, layout: str) -> ContextPlan:
+    """strategy: "copy" is "gather" that copies rows."""
     return plan(
         lengths=case.lens_q,
         heads_q=case.heads_q,
@@ -56,7 +57,8 @@ def planned(case: Case, strategy: str, layout: str) -> ContextPlan:
         head_dim_v=case.head_dim_v or None,
         dtype=getattr(torch, case.dtype),
         layout=layout,
-        strategy=strategy,
+        strategy="gather" if strategy == "copy" else strategy,
+        transport="copy" if strategy == "copy" else "send",
     )
 
 
