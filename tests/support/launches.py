@@ -19,6 +19,7 @@ _ROLES = {
     "mla": "forward",
     "mla_swap_ab": "forward",
     "mla_converting": "forward",
+    "mla_converting_pair": "forward",
     "combine_splits": "merge",
     "merge_parts": "merge",
     "clear_unused": "clear",

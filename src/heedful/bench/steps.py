@@ -46,7 +46,16 @@ from heedful.core.registry.by_hand import forced
 
 ROUNDS = 7
 Call = Callable[[], Tensor]
-BACKENDS = ("decode", "hopper", "hopper_decode", "mla", "mla_converting", "mla_swap_ab", "portable")
+BACKENDS = (
+    "decode",
+    "hopper",
+    "hopper_decode",
+    "mla",
+    "mla_converting",
+    "mla_converting_pair",
+    "mla_swap_ab",
+    "portable",
+)
 WORKSPACE_BYTES = 256 * 1024**2
 
 

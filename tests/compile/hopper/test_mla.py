@@ -43,6 +43,15 @@ PROBLEMS = {
     "converting, 128 heads": {"heads_q": 128, "page_size": 16, "kv_dtype": "float8_e4m3fn"},
     "converting, one length": {"heads_q": 32, "used_k": False, "kv_dtype": "float8_e4m3fn"},
     "converting rows": {"heads_q": 16, "page_size": 64, "kv_dtype": LATENT_ROWS},
+    "pair": {"heads_q": 64, "page_size": 64, "kv_dtype": "float8_e4m3fn"},
+    "pair, four tokens": {
+        "heads_q": 128,
+        "seqlen_q": 4,
+        "causal": True,
+        "page_size": 16,
+        "kv_dtype": "float8_e4m3fn",
+    },
+    "pair, rows": {"heads_q": 128, "page_size": 64, "kv_dtype": LATENT_ROWS},
     "converting rows, whole": {"heads_q": 8, "num_splits": 1, "kv_dtype": LATENT_ROWS},
 }
 # It takes ten seconds to compile one. By default: each mask and order of products; small pages.
@@ -59,18 +68,21 @@ SPILLS = {
 }
 SWAPPED = [name for name in PROBLEMS if name.startswith("swapped")]
 CONVERTING = [name for name in PROBLEMS if name.startswith("converting")]
+PAIRS = [name for name in PROBLEMS if name.startswith("pair")]
 BY_DEFAULT = [
     pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow])
     for name in PROBLEMS
-    if name not in (*SWAPPED, *CONVERTING)
+    if name not in (*SWAPPED, *CONVERTING, *PAIRS)
 ]
 
 
 def sass_of(name: str):
     facts = {"seqlen_q": 1, "used_k": True, **PROBLEMS[name]}
     heads = (facts.pop("heads_q"), 1)
-    kernel = "mla_swap_ab" if name in SWAPPED else "mla_converting"
-    backend = facts.pop("backend", kernel if name in (*SWAPPED, *CONVERTING) else "mla")
+    kernels = {"swapped": "mla_swap_ab", "converting": "mla_converting"}
+    kernels["pair"] = "mla_converting_pair"
+    first = name.replace(",", "").split()[0]
+    backend = facts.pop("backend", kernels.get(first, "mla"))
     problem = AttentionProblem.dense(
         4,
         facts.pop("seqlen_q"),
@@ -154,3 +166,28 @@ def test_values_of_8_bits_become_left_operands_by_one_conversion_for_two_and_no_
     assert sum("PRMT" in text for text in words) <= values // 4 + 2
     # Products run into each other: waits for those before the box before, and for the last.
     assert sum("WARPGROUP.DEPBAR" in text for text in words) == 5 + 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "pair" else [pytest.mark.slow]) for name in PAIRS],
+)
+def test_both_consumers_of_64_rows_convert_half_as_often_and_their_products_are_not_in_turn(name):
+    code, labels, branches = sass_of(name)
+    loops = [(labels[to], at + 1) for at, to in branches if labels.get(to, at + 1) <= at]
+    # Nine boxes of keys by queries, and of both blocks' values a half each, of four products.
+    found = {b: measure(code[slice(*b)]) for b in loops}
+    steps = [b for b, sass in found.items() if sass.wgmma == 4 * (9 + 8) and not sass.tma]
+    inner = [b for b in steps if not any(b[0] <= c[0] and c[1] <= b[1] and b != c for c in steps)]
+    assert len(inner) == 2
+    is_rows = PROBLEMS[name]["kv_dtype"] == LATENT_ROWS
+    keys, values = (512 if is_rows else 576) // 2, 512 // 2
+    for begin, end in inner:
+        words = [instruction.text for instruction in code[begin:end]]
+        assert sum("64x64x16" in text for text in words) == 4 * (9 + 8)
+        # For 128 keys, as many as for 64 where one consumer has them all.
+        assert sum("F2FP.F16.E4M3.UNPACK" in text for text in words) == (keys + values) // 2
+        # Where products are serialised each has a wait behind it.
+        assert sum("WARPGROUP.DEPBAR" in text for text in words) <= 9 + 2 * 5 + 1
+        # Scores that are ahead of a product leave few registers.
+        assert found[begin, end].spills <= 130

@@ -166,7 +166,8 @@ def test_the_grid_has_every_dtype_of_a_kernel_that_waits_for_it():
 def test_variants_are_asked_for_by_their_names_by_aliases_or_all_of_a_backend(monkeypatch):
     monkeypatch.setattr(run, "device_spec", lambda _: by_name("H200"))
     names = run.backends_of(CPU)
-    variants = ("mla_swap_ab", "mla", "mla_converting", "hopper", "portable")
+    variants = ("mla_swap_ab", "mla", "mla_converting_pair", "mla_converting", "hopper")
+    variants += ("portable",)
     of_decode = [f"decode/{name}" for name in variants]
     want = {"decode": of_decode, "mla": ["decode/mla"], "decode/portable": ["decode/portable"]}
     for words, own in want.items():

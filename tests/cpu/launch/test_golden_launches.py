@@ -119,6 +119,10 @@ STORED_LATENT = (
     replace(LATENT, kv_dtype="fp8_ds_mla"),
     replace(LATENT, kv_dtype="fp8_ds_mla", heads_q=128, page_size=64, num_splits=3),
 )
+STORED_PAIRS = (
+    *(replace(case, kv_dtype="float8_e4m3fn", heads_q=64) for case in (*MLA[:3], *MLA[4:])),
+    replace(LATENT, kv_dtype="fp8_ds_mla", heads_q=128, page_size=64, num_splits=3),
+)
 HOPPER_DECODES = (
     *DECODES[:4],
     replace(DECODE, used=""),
@@ -140,6 +144,7 @@ DEVICES: dict[tuple[str, str], tuple[Case, ...]] = {
     ("H200", "mla"): MLA,
     ("H200", "mla_swap_ab"): FEW_ROWS,
     ("H200", "mla_converting"): STORED_LATENT,
+    ("H200", "mla_converting_pair"): STORED_PAIRS,
     ("H200", "hopper_decode"): HOPPER_DECODES,
     ("H200", "mixed"): MIXES,
     ("H200", "hopper_mixed"): MIXES,

@@ -51,9 +51,13 @@ CASES = (
 )
 
 
+def rows(case: Case) -> int:
+    return case.seqlen_q * case.heads_q // case.heads_k
+
+
 # Tiles of 16 rows and of 32, and how parts are merged.
 SWAP_AB_CASES = (
-    *(case for case in CASES if case.seqlen_q * case.heads_q // case.heads_k <= SWAP_AB_ROWS),
+    *(case for case in CASES if rows(case) <= SWAP_AB_ROWS),
     replace(PLAIN, heads_q=8, seqlen_q=3, causal=True, page_size=64, used="k", batch=4),
     replace(PLAIN, heads_q=32, used="k", batch=5, seqlen_k=1500, dtype="float16"),
     replace(PLAIN, heads_q=4, used="k", page_size=16, scale=3.0, seqlen_k=3000),
@@ -69,11 +73,20 @@ CONVERTING_CASES = (
         if case.head_dim == 576
     ),
 )
+# Tiles of 64 rows.
+PAIR_CASES = [
+    *(case for case in CONVERTING_CASES if rows(case) > SWAP_AB_ROWS),
+    replace(PLAIN, heads_q=64, used="k", batch=5, seqlen_k=1500, kv_dtype=LATENT_ROWS),
+    replace(PLAIN, heads_q=64, leftpad_k=True, used="k", batch=3, kv_dtype="float8_e4m3fn"),
+    replace(PLAIN, heads_q=64, kv_batch_idx=True, used="k", batch=3, kv_dtype="float8_e4m3fn"),
+]
 BY_KERNEL = [
     *(("mla_converting", case) for case in CONVERTING_CASES),
     *(("mla_converting+merge=1", case) for case in CONVERTING_CASES),
+    *(("mla_converting_pair", case) for case in PAIR_CASES),
+    *(("mla_converting_pair+merge=1", case) for case in PAIR_CASES),
     *(("mla", case) for case in CASES),
-    *(("mla+query_boxes=2+merge=0", case) for case in CASES if case.seqlen_q * case.heads_q > 32),
+    *(("mla+query_boxes=2+merge=0", case) for case in CASES if rows(case) > SWAP_AB_ROWS),
     *(("mla_swap_ab", case) for case in SWAP_AB_CASES),
     *(("mla_swap_ab+merge=1", case) for case in SWAP_AB_CASES),
 ]

@@ -405,6 +405,9 @@ _FORWARD = {
     "mla.forward": partial(_shared_keys, kernel="mla.forward", evens=True, consumers=2),
     "mla_swap_ab.forward": partial(_shared_keys, kernel="mla_swap_ab.forward", evens=True),
     "mla_converting.forward": partial(_shared_keys, kernel="mla_converting.forward", evens=True),
+    "mla_converting_pair.forward": partial(
+        _shared_keys, kernel="mla_converting_pair.forward", evens=True, consumers=2
+    ),
     "decode.forward": partial(_shared_keys, kernel="decode.forward"),
     "hopper_decode.forward": partial(_shared_keys, kernel="hopper_decode.forward", evens=True),
     "hopper.forward": _hopper_forward,

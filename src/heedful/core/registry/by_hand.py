@@ -33,6 +33,10 @@ OPTIONS = {
         *("num_stages", "least_tiles", "overhead", "programs", "registers"),
         *("producer_regs", "merge_values", "merge"),
     ),
+    "mla_converting_pair.forward": (
+        *("num_stages", "least_tiles", "overhead"),
+        *("consumer_regs", "producer_regs", "merge_values", "merge"),
+    ),
     "mla.forward": (
         *("query_boxes", "merge_values", "overhead", "least_tiles"),
         *("ahead", "in_order", "merge"),

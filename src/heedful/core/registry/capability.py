@@ -357,6 +357,16 @@ VARIANTS: tuple[Variant, ...] = (
     _latent("mla_swap_ab", gates.rows_of_swapped_products),
     _latent("mla", gates.few_rows),
     _latent(
+        "mla_converting_pair",
+        gates.few_rows,
+        gates.rows_of_pairs,
+        gates.scales_of_heads,
+        gates.bfloat16_beside_rows,
+        kv_dtypes=(*_E4M3, LATENT_ROWS),
+        converts=True,
+        unrun=frozenset({"causal", "diagonal", "kv_batch_idx", "leftpad_k"}),
+    ),
+    _latent(
         "mla_converting",
         gates.few_rows,
         gates.scales_of_heads,

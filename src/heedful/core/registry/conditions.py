@@ -7,6 +7,8 @@ from heedful.core.call.problem import ITEM_BITS, LATENT_ROWS, MAX_HEAD_DIM_V, At
 MLA_SMS, MLA_LEAST_SMS = 132, 6
 # The same for tiles of up to 32 rows.
 MLA_SWAP_LEAST_SMS = 8
+# The same for tiles of 64 rows over keys of 8 bits.
+MLA_PAIR_LEAST_SMS = 4
 
 
 def float32(problem: AttentionProblem) -> bool:
@@ -253,6 +255,19 @@ def all_merge_sooner_in_lines(problem: AttentionProblem) -> bool:
     has programs of its own, and all must run at once."""
     lines = problem.heads_k * -(-problem.seqlen_q * problem.group // 32)
     return all_merge_sooner(problem) and bool(have_many_sms(lines))
+
+
+def pairs_merge_sooner(problem: AttentionProblem) -> bool:
+    """The same for tiles of 64 rows over keys of 8 bits: measurements/decode.md, "MLA over e4m3
+    with 64 rows a tile"."""
+    tiles = problem.batch * problem.heads_k * -(-problem.seqlen_q * problem.group // 64)
+    return problem.num_splits == 0 and bool(have_some_sms(tiles))
+
+
+@opaque
+def have_some_sms(tiles: int) -> bool:
+    """Whether each of so many row tiles has some of an H200's SMs."""
+    return tiles > 0 and MLA_SMS // tiles >= MLA_PAIR_LEAST_SMS
 
 
 @opaque

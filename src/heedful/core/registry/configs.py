@@ -289,6 +289,19 @@ def _mla_converting(
     return ConfigRow(kernel, ("sm_90",), 576, config, measured, _all_of(when), units)
 
 
+def _mla_converting_pair(
+    sms: int, measured: str, *when: Callable[[AttentionProblem], bool]
+) -> ConfigRow:
+    """The same with 64 rows a tile. sms: of a tile, from which on all programs merge; 0: one merges
+    them."""
+    config = tiles.MlaConvertingPairConfig(
+        *(64, 128, 4, 3), programs=1, least_tiles=2, merge=int(sms > 0)
+    )
+    units = where.MLA_SMS // sms if sms else 0
+    kernel = "mla_converting_pair.forward"
+    return ConfigRow(kernel, ("sm_90",), 576, config, measured, _all_of(when), units)
+
+
 def _all_of(when: Sequence[Callable[[AttentionProblem], bool]]):
     """A condition: whether all of `when` accept the problem."""
 
@@ -507,6 +520,12 @@ ROWS: list[ConfigRow] = [
             (where.always, {"least_tiles": 4}),
         )
     ),
+    _mla_converting_pair(
+        where.MLA_LEAST_SMS, _H200_27, where.rows_of_bytes, where.merge_outlasts_waiting
+    ),
+    _mla_converting_pair(0, _H200_27, where.rows_of_bytes),
+    _mla_converting_pair(where.MLA_PAIR_LEAST_SMS, _H200_27, where.pairs_merge_sooner),
+    _mla_converting_pair(0, _FITS),
     # If pages hold fewer keys than a block, the producer holds more page numbers. 128 heads over 64
     # x 8192 keys take 226.8 us with `ahead` and `in_order`, and 231 without (2026-11-25). With two
     # boxes of queries in registers they take 224.3 us instead of 230.3, but 64 x 1024 54.9 instead

@@ -246,6 +246,14 @@ def rows_of_swapped_products(problem: AttentionProblem, device: DeviceSpec) -> s
     return _more_rows_than(problem, SWAP_AB_ROWS)
 
 
+def rows_of_pairs(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Consumers that share the output's columns have tiles of 64 rows."""
+    rows = problem.seqlen_q * problem.group
+    if rows <= SWAP_AB_ROWS:
+        return f"{rows} query rows of a KV head: takes more than {SWAP_AB_ROWS}"
+    return None
+
+
 def few_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     most = DECODE_ROWS * (WIDE_TILES if problem.v_in_k and problem.head_dim > WIDE_DIM else 1)
     if problem.varlen_q and problem.quantized_kv:

@@ -166,6 +166,15 @@ class MlaConvertingConfig(MlaSwapConfig):
 
 
 @dataclass(frozen=True, slots=True)
+class MlaConvertingPairConfig(MlaSwapConfig):
+    """A tile of 64 query rows by 128 keys of 8 bits, 64 for each of two consumers. consumer_regs:
+    registers of a thread."""
+
+    consumer_regs: int = 240
+    producer_regs: int = 24
+
+
+@dataclass(frozen=True, slots=True)
 class HopperDecodeConfig(SharedKeysConfig):
     """A tile of the Hopper decode: 64 query rows, of one consumer. num_stages: stages of keys, and
     of values. merge: as in `MlaConfig`. registers: those of a thread when a program begins, 0 = as

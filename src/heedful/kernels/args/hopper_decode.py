@@ -5,7 +5,12 @@ from typing import NamedTuple
 from heedful.kernels.args.decode import DecodeWork
 from heedful.kernels.args.hopper import KVRows
 from heedful.kernels.args.kinds import Const, In, Num, Out, Ptr, Rows, SplitRows, SplitRowVector
-from heedful.kernels.args.mla import MlaConvertingTile, MlaSwapTile, MlaTile
+from heedful.kernels.args.mla import (
+    MlaConvertingPairTile,
+    MlaConvertingTile,
+    MlaSwapTile,
+    MlaTile,
+)
 from heedful.kernels.args.portable import AppendIO, Rotary
 from heedful.kernels.args.shared import KVLayout, Mask, Sequences, Shape
 
@@ -51,7 +56,7 @@ class HopperDecodeParams(NamedTuple):
     kv: KVLayout
     kv_rows: KVRows
     work: DecodeWork
-    tile: HopperDecodeTile | MlaTile | MlaSwapTile | MlaConvertingTile
+    tile: HopperDecodeTile | MlaTile | MlaSwapTile | MlaConvertingTile | MlaConvertingPairTile
     sink: In[Ptr]
     scale_log2: Num
 

@@ -72,6 +72,24 @@ class MlaSwapTile(NamedTuple):
     PRODUCER_REGS: Const
 
 
+class MlaConvertingPairTile(NamedTuple):
+    """As `MlaConvertingTile`, with two consumers. BLOCK_M: query rows, 64. BLOCK_N: keys of a step,
+    128."""
+
+    HEAD_DIM: Const
+    HEAD_DIM_V: Const
+    BLOCK_M: Const
+    BLOCK_N: Const
+    BLOCK_E: Const
+    ROWS: Const
+    STAGES: Const
+    MERGE: Const
+    CONSUMER_REGS: Const
+    PRODUCER_REGS: Const
+    REST_COLUMN: Const
+    SCALE_COLUMN: Const
+
+
 class MlaConvertingTile(NamedTuple):
     """As `MlaSwapTile`. REST_COLUMN, SCALE_COLUMN: where in a row the columns past the values
     begin, and its scales, in numbers of their dtype."""

@@ -16,6 +16,7 @@ from heedful.core.planning.sizes import Sizes
 from heedful.core.registry.tiles import MlaConfig, MlaConvertingConfig, MlaSwapConfig
 from heedful.kernels.args.hopper import KVRows
 from heedful.kernels.args.mla import (
+    MlaConvertingPairTile,
     MlaConvertingTile,
     MlaIO,
     MlaSwapTile,
@@ -43,6 +44,7 @@ _KERNELS: dict[str, tuple[str, type, type, int]] = {
     "mla": ("kernel", MlaTile, MlaIO, 2),
     "mla_swap_ab": ("swap_ab", MlaSwapTile, MlaIO, 1),
     "mla_converting": ("converting", MlaConvertingTile, StoredLatentIO, 1),
+    "mla_converting_pair": ("converting_pair", MlaConvertingPairTile, StoredLatentIO, 2),
 }
 
 
@@ -57,10 +59,10 @@ def _call(problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers)
     ref = KernelRef(f"heedful.kernels.hopper.mla.{module}", plan.variant, "gluon")
     assert isinstance(config, MlaConfig | MlaSwapConfig)
     divisor = shared_divisor(buffers, ("q", "out"))
-    facts: dict[str, Any] = {"STAGES": config.num_stages} if consumers == 1 else {}
-    registers = 0
-    if isinstance(config, MlaConvertingConfig):
-        registers, keys = config.registers, _stored_maps(problem, buffers)
+    facts: dict[str, Any] = {} if isinstance(config, MlaConfig) else {"STAGES": config.num_stages}
+    registers = config.registers if isinstance(config, MlaConvertingConfig) else 0
+    if arrays is StoredLatentIO:
+        keys = _stored_maps(problem, buffers)
         keys |= {f"{name}_descale": groups.descale(buffers, name, 0) for name in "kv"}
         is_rows = problem.kv_dtype == LATENT_ROWS
         rest = (LATENT_ROW_BYTES // 2 - SWIZZLE) if is_rows else problem.head_dim_v

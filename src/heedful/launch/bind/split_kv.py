@@ -13,14 +13,18 @@ from heedful.core.registry.tiles import (
     HOPPER_MERGE_ROWS,
     HopperDecodeConfig,
     MlaConfig,
-    MlaConvertingConfig,
     MlaSwapConfig,
     SharedKeysConfig,
 )
 from heedful.kernels.args.decode import DecodeMerge, DecodeWork
 from heedful.kernels.args.hopper import KVRows
 from heedful.kernels.args.hopper_decode import HopperDecodeParams, HopperDecodeTile
-from heedful.kernels.args.mla import MlaConvertingTile, MlaSwapTile, MlaTile
+from heedful.kernels.args.mla import (
+    MlaConvertingPairTile,
+    MlaConvertingTile,
+    MlaSwapTile,
+    MlaTile,
+)
 from heedful.kernels.args.portable import CacheAppend
 from heedful.launch.bind import groups, portable_cache
 from heedful.launch.bind.groups import Buffers, pointer, with_scratch
@@ -116,12 +120,12 @@ def work(
 def hopper_call(
     ref: KernelRef,
     problem: AttentionProblem,
-    config: HopperDecodeConfig | MlaConfig | MlaSwapConfig | MlaConvertingConfig,
+    config: HopperDecodeConfig | MlaConfig | MlaSwapConfig,
     launch: LaunchSizes,
     buffers: Buffers,
     io: Any,
     rows: KVRows,
-    tile: HopperDecodeTile | MlaTile | MlaSwapTile | MlaConvertingTile,
+    tile: HopperDecodeTile | MlaTile | MlaSwapTile | MlaConvertingTile | MlaConvertingPairTile,
     new: int | None = None,
     clears_empty: bool = False,
     **more: Any,

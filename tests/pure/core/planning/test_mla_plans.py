@@ -176,9 +176,39 @@ def test_each_half_of_mla_has_scratch_of_its_own():
 def test_latent_vectors_of_8_bits_are_converted_by_a_kernel_for_hopper(stored, heads, tokens):
     step = replace(latent(4, 8192, heads, kv_dtype=stored, page_size=64), seqlen_q=tokens)
     found = plan(step, by_name("H200"))
-    assert (found.backend, found.variant) == ("decode", "mla_converting")
+    variant = "mla_converting_pair" if heads * tokens > 32 else "mla_converting"
+    assert (found.backend, found.variant) == ("decode", variant)
     assert f"KV of {stored} beside bfloat16" in explain(found)
     assert plan(step, by_name("B200")).variant == "portable"
+
+
+@pytest.mark.parametrize(
+    "stored, batch, heads, tokens, splits, merge",
+    [
+        (STORED[0], 16, 128, 1, 0, 1),
+        (STORED[0], 17, 128, 1, 0, 0),
+        (STORED[0], 33, 64, 1, 0, 1),
+        (STORED[0], 1, 128, 1, 3, 0),
+        (STORED[1], 11, 128, 1, 0, 1),
+        (STORED[1], 16, 128, 1, 0, 0),
+        (STORED[0], 1, 128, 16, 0, 1),
+    ],
+)
+def test_more_than_32_rows_over_8_bits_have_tiles_of_64_that_all_merge_where_few_share_the_device(
+    stored, batch, heads, tokens, splits, merge
+):
+    step = latent(batch, 8192, heads, kv_dtype=stored, num_splits=splits)
+    chosen = plan(replace(step, seqlen_q=tokens), by_name("H200"))
+    tile: Any = chosen.configs["mla_converting_pair.forward"]
+    assert (tile.block_m, tile.merge) == (64, merge)
+    grid = math.prod(chosen.sizes().launches["mla_converting_pair.forward"].grid)
+    assert grid <= 132
+
+
+def test_tiles_of_64_rows_over_8_bits_are_for_more_than_32_rows():
+    step = latent(4, 8192, 32, kv_dtype=STORED[0])
+    with pytest.raises(ValueError, match="32 query rows of a KV head: takes more than 32"):
+        plan(step, by_name("H200"), backend="mla_converting_pair")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ SERVED = dense(128, 2048, 8192, 32, 8, causal=True, total_q=8316, page_size=16, 
 # Aliases, and a problem that each takes.
 ASKED = {"hopper_decode": STEP, "mla": LATENT, "mla_swap_ab": LATENT, "hopper_mixed": SERVED}
 ASKED["mla_converting"] = replace(LATENT, kv_dtype="float8_e4m3fn")
+ASKED["mla_converting_pair"] = replace(ASKED["mla_converting"], heads_q=128)
 
 
 def chosen(found: Plan) -> tuple[str, str]:

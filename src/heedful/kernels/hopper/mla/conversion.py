@@ -82,3 +82,33 @@ def as_values(pairs_CN):
         True,
         2,
     )
+
+
+@gluon.jit
+def scaled_as_keys(pairs_NC, scale_N1):
+    """As `as_keys`, each key times its scale in float16."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; .reg .b32 x, y; mov.b32 {a, b}, $2;\n"
+        "cvt.rn.f16x2.e4m3x2 x, a; cvt.rn.f16x2.e4m3x2 y, b;\n"
+        "mul.rn.f16x2 $0, x, $3; mul.rn.f16x2 $1, y, $3; }",
+        "=r,=r,r,r",
+        [pairs_NC, scale_N1],
+        (gl.float16, gl.float16),
+        True,
+        2,
+    )
+
+
+@gluon.jit
+def scaled_as_values(pairs_CN, scale_1N):
+    """As `as_values`, each key times its scale in float16."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; .reg .b32 t, x, y; prmt.b32 t, $2, $2, 0x3120; mov.b32 {a, b}, t;\n"
+        "cvt.rn.f16x2.e4m3x2 x, a; cvt.rn.f16x2.e4m3x2 y, b;\n"
+        "mul.rn.f16x2 $0, x, $3; mul.rn.f16x2 $1, y, $3; }",
+        "=r,=r,r,r",
+        [pairs_CN, scale_1N],
+        (gl.float16, gl.float16),
+        True,
+        2,
+    )

@@ -57,23 +57,28 @@ def load_rest(io, keys, block, params, of, col, pages):
 
 
 @gluon.jit
+def load_stored(io, keys, block, params, of, col):
+    """Loads 64 keys from `col` on, each part once its memory is free. Returns the next block."""
+    # Page numbers are loaded before there is room for keys.
+    pages = latent_pages(params, of, col, io.k.block_type.shape[-2])
+    if keys.scales is not None:
+        load_rest(io, keys, block, params, of, col, pages)
+    for group in gl.static_range(GROUPS):
+        load_group(io, keys, block, params, of, col, pages, group)
+    if keys.scales is None:
+        load_rest(io, keys, block, params, of, col, pages)
+    return block.next()
+
+
+@gluon.jit
 def stored_producer(io, keys, share, params):
-    """Loads the keys of all segments of this program, in the order in which they are released."""
+    """Loads the keys of all segments of this program."""
     block = PipelineState.start(params.tile.STAGES)
     while share.x < share.end:
         segment, share = look(share, params)
         of = keys_of_segment(params, segment)
         for number in range(segment.start, segment.stop):
-            col = number * KEYS
-            # Page numbers are loaded before there is room for keys.
-            pages = latent_pages(params, of, col, io.k.block_type.shape[-2])
-            if keys.scales is not None:
-                load_rest(io, keys, block, params, of, col, pages)
-            for group in gl.static_range(GROUPS):
-                load_group(io, keys, block, params, of, col, pages, group)
-            if keys.scales is None:
-                load_rest(io, keys, block, params, of, col, pages)
-            block = block.next()
+            block = load_stored(io, keys, block, params, of, number * KEYS)
 
 
 @gluon.jit

@@ -333,7 +333,7 @@ def output_rows(io, acc, segment):
     """The output as (rows, columns), of which each tensor has 128."""
     acc = rows_first(acc)
     out = ()
-    for group in gl.static_range(GROUPS):
+    for group in gl.static_range(len(acc) // 2):
         both = gl.join(acc[2 * group], acc[2 * group + 1])
         out_ME = gl.reshape(both, [both.shape[0], COLUMNS])
         if io.v_descale.ptr is not None:

@@ -1,0 +1,414 @@
+"""The two consumers of the MLA decode over latent vectors of 8 bits. A step has two blocks of 64
+keys. Each consumer computes the probabilities of one block, and adds the values of both blocks to
+its 256 of the output's 512 columns. So each number is converted once as key and once as value.
+
+    consumer 0   softmax 0   P0 V0 left   S0 of the next step     P1 V1 left
+    consumer 1   S1                       P0 V0 right  softmax 1  P1 V1 right
+
+Operands and numbers are those of `converting_consumer`, but for scales of rows of bytes: keys and
+values are multiplied by them as they are converted. A key's scales are divided by the exponent of
+its largest; its scores get it back.
+
+N keys of a block, M query rows, C pairs of value columns, L lanes (of warps) that share a row.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from heedful.kernels.common.key_range import key_bounds
+from heedful.kernels.hopper.decode.results import finish_segment, merge_share
+from heedful.kernels.hopper.decode.share import look
+from heedful.kernels.hopper.mla.boxes import KEYS, WIDTH
+from heedful.kernels.hopper.mla.conversion import (
+    GROUPS,
+    as_keys,
+    as_values,
+    pairs_of,
+    scaled_as_keys,
+    scaled_as_values,
+)
+from heedful.kernels.hopper.mla.converting_consumer import (
+    largest_exponents,
+    of_segment,
+    output_rows,
+    power_of_two,
+    query_box,
+    query_factors,
+    row_tops,
+    store_scaled,
+)
+from heedful.kernels.hopper.mla.converting_pair_shared import HALF_BOX, PARTS
+from heedful.kernels.hopper.mla.queries import load_dims, query_layout
+from heedful.kernels.hopper.mla.swap_ab_consumer import (
+    all_sums,
+    lane_sums,
+    masked_keys,
+    scale_columns,
+    scale_sums,
+)
+from heedful.kernels.hopper.sm90 import barrier
+from heedful.kernels.hopper.sm90.barrier import FIRST_NAMED, sync_named
+from heedful.kernels.hopper.sm90.compat import inline_asm, opaque
+from heedful.kernels.hopper.sm90.mma import ROWS, scores_layout
+from heedful.kernels.hopper.sm90.pipeline import PipelineState
+from heedful.kernels.hopper.sm90.softmax import (
+    float_bits,
+    shift_of,
+    threshold_limit,
+    vote_above,
+)
+
+# Named barriers: of both consumers; of each one, whose warps vote.
+BOTH_BARRIER: gl.constexpr = FIRST_NAMED
+VOTE_BARRIER: gl.constexpr = gl.constexpr(FIRST_NAMED.value + 1)
+# Flags: 0 and 1, whether a block changed references; whether a row has none.
+OPEN: gl.constexpr = gl.constexpr(2)
+PAIRS: gl.constexpr = gl.constexpr(64)  # of columns, in a group
+LAYOUT: gl.constexpr = scores_layout(gl.float16, ROWS.value)
+COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)  # of rows, which are columns of products
+OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+
+
+@gluon.jit
+def load_query_half(io, shared, params, segment, CONSUMER: gl.constexpr):
+    """Loads the queries of a segment to shared memory, as `load_scaled_queries` does: each consumer
+    half of them, and the second those past the values, too."""
+    SCALED: gl.constexpr = io.scales is not None
+    narrow: gl.constexpr = query_layout(HALF_BOX)
+    FIRST: gl.constexpr = CONSUMER * PARTS // 2
+    boxes = ()
+    top_M = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, narrow))
+    for box in gl.static_range(PARTS):
+        part = FIRST + box // 2
+        q_MD = query_box(io, params, segment, part * WIDTH, box % 2, HALF_BOX)
+        boxes = boxes + (q_MD,)
+        top_M = gl.maximum(top_M, row_tops(q_MD, narrow))
+    rest = ()
+    if CONSUMER == 1:
+        if SCALED:
+            wide: gl.constexpr = query_layout(WIDTH)
+            dims_D = PARTS * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, wide))
+            rest = (load_dims(io, params, segment, dims_D, wide),)
+        else:
+            for box in gl.static_range(2):
+                rest = rest + (query_box(io, params, segment, PARTS * WIDTH, box, HALF_BOX),)
+        for box in gl.static_range(len(rest)):
+            top_M = gl.maximum(top_M, row_tops(rest[box], narrow))
+    shared.tops.index(CONSUMER).store(top_M)
+    # Both consumers have finished the segment before.
+    sync_named(BOTH_BARRIER)
+    top_M = gl.maximum(top_M, shared.tops.index(1 - CONSUMER).load(top_M.type.layout))
+    factor_M, back_M = query_factors(top_M)
+    scale = gl.to_tensor(params.scale_log2)
+    if io.k_descale.ptr is not None:
+        descale = of_segment(io.k_descale, segment)
+        factor_M = gl.where(descale < 0.0, -factor_M, factor_M)
+        scale *= gl.abs(descale)
+    for box in gl.static_range(PARTS):
+        store_scaled(shared.q.index(2 * FIRST + box), boxes[box], factor_M)
+    for box in gl.static_range(len(rest)):
+        store_scaled(shared.q_rest.index(box), rest[box], factor_M)
+    if CONSUMER == 0:
+        # A masked score, an infinity, times 0 would be NaN.
+        shared.scale.index(0).store(gl.maximum(back_M * scale, 1e-37))
+    else:
+        none_M = gl.full([ROWS], float("-inf"), gl.float32, top_M.type.layout)
+        shared.top.index(0).store(none_M)
+        shared.shift.index(0).store(gl.zeros_like(none_M))
+        store_flag(shared.flags.index(OPEN), gl.to_tensor(1))
+    fence_async_shared()
+    sync_named(BOTH_BARRIER)
+
+
+@gluon.jit
+def normal_scales(keys, block):
+    """(scales of a block's keys by groups, divided by a power of two that brings the largest near
+    1, in float16; the exponents of these powers), of shape (keys, 1)."""
+    by_group = ()
+    for group in gl.static_range(GROUPS):
+        by_group = by_group + (keys.scales.index(block.index).slice(group, 1, dim=1).load(LAYOUT),)
+    exponent_N1 = largest_exponents(by_group)
+    normal = ()
+    for group in gl.static_range(GROUPS):
+        normal = normal + ((by_group[group] * power_of_two(-exponent_N1)).to(gl.float16),)
+    return normal, exponent_N1
+
+
+@gluon.jit
+def multiply_part(operands, q, FIRST: gl.constexpr, zero, s_NM, use_acc: gl.constexpr):
+    """Starts adding the products of both operands of a part of the keys with the queries beside
+    them, boxes FIRST and FIRST + 1 of `q`. zero: as in `queries.query_box`."""
+    q_CM = q.index(FIRST + zero).permute((1, 0))
+    s_NM = warpgroup_mma(operands[0], q_CM, s_NM, use_acc=use_acc, is_async=True)
+    q_CM = q.index(FIRST + 1 + zero).permute((1, 0))
+    return warpgroup_mma(operands[1], q_CM, s_NM, is_async=True)
+
+
+@gluon.jit
+def part_of_keys(keys, block, scales, PART: gl.constexpr):
+    """Left operands from 64 columns of a block's keys."""
+    at = block.index * GROUPS + PART // 2
+    if PART % 2 == 0:
+        barrier.wait(keys.values.full.index(at), block.phase)
+    pairs = pairs_of(keys.values.boxes.index(at))
+    pairs_NC = pairs.slice(PART % 2 * HALF_BOX, HALF_BOX, dim=1).load(OPERAND)
+    if scales is None:
+        return as_keys(pairs_NC)
+    else:
+        return scaled_as_keys(pairs_NC, gl.convert_layout(scales[PART // 2], OPERAND))
+
+
+@gluon.jit
+def block_scores(shared, keys, block):
+    """(k q^T of a block of keys, box by box as each is loaded; exponents of keys' scales, if there
+    are scales)."""
+    zero = opaque(0)
+    s_NM = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)
+    scales, exponent_N1 = None, None
+    SCALED: gl.constexpr = keys.scales is not None
+    if keys.scales is not None:
+        barrier.wait(keys.rest.full.index(block.index), block.phase)
+        q_DM = shared.q_rest.index(zero).permute((1, 0))
+        k_ND = keys.rest.boxes.index(block.index)
+        s_NM = warpgroup_mma(k_ND, q_DM, s_NM, use_acc=False, is_async=True)
+        scales, exponent_N1 = normal_scales(keys, block)
+        s_NM = warpgroup_mma_wait(0, deps=[s_NM]) * power_of_two(-exponent_N1)
+    for part in gl.static_range(PARTS):
+        operands = part_of_keys(keys, block, scales, part)
+        use_acc = part > 0 or SCALED
+        s_NM = multiply_part(operands, shared.q, 2 * part, zero, s_NM, use_acc)
+        # The registers of the products before these are free.
+        s_NM = warpgroup_mma_wait(2, deps=[s_NM])
+    if keys.scales is None:
+        barrier.wait(keys.rest.full.index(block.index), block.phase)
+        operands = as_keys(pairs_of(keys.rest.boxes.index(block.index)).load(OPERAND))
+        s_NM = multiply_part(operands, shared.q_rest, 0, zero, s_NM, True)
+    s_NM = warpgroup_mma_wait(0, deps=[s_NM])
+    if keys.scales is None:
+        barrier.arrive_each_warp(keys.rest.empty.index(block.index))
+    else:
+        s_NM *= power_of_two(exponent_N1)
+    return s_NM, exponent_N1
+
+
+@gluon.jit
+def keep_scales(shared, keys, block, BLOCK: gl.constexpr):
+    """Stores the scales of a block's values for both consumers; releases what they come from."""
+    scales, _exponent = normal_scales(keys, block)
+    for group in gl.static_range(GROUPS):
+        shared.scales.index(BLOCK * GROUPS + group).store(scales[group].permute((1, 0)))
+    barrier.arrive_each_warp(keys.rest.empty.index(block.index))
+
+
+@gluon.jit
+def add_values(shared, keys, block, acc, BLOCK: gl.constexpr, CONSUMER: gl.constexpr):
+    """O^T += V^T P^T for a consumer's half of a block's values; releases them."""
+    zero = opaque(0)
+    for group in gl.static_range(GROUPS // 2):
+        at = block.index * GROUPS + CONSUMER * (GROUPS // 2) + group
+        barrier.wait(keys.values.full.index(at), block.phase)
+        pairs = pairs_of(keys.values.boxes.index(at))
+        out = (acc[2 * group], acc[2 * group + 1])
+        for half in gl.static_range(2):
+            pairs_CN = pairs.slice(half * 32, 32, dim=0).permute((1, 0)).load(OPERAND)
+            if half == 1:
+                barrier.arrive_each_warp(keys.values.empty.index(at))
+            if keys.scales is None:
+                even, odd = as_values(pairs_CN)
+            else:
+                scales = shared.scales.index(BLOCK * GROUPS + CONSUMER * (GROUPS // 2) + group)
+                scale_1N = scales.slice(half * 32, 32, dim=1).load(OPERAND)
+                even, odd = scaled_as_values(pairs_CN, scale_1N)
+            p_NM = shared.p.index(BLOCK + zero).slice(half * 32, 32, dim=0)
+            even = warpgroup_mma(even, p_NM, out[0], is_async=True)
+            odd = warpgroup_mma(odd, p_NM, out[1], is_async=True)
+            out = warpgroup_mma_wait(2, deps=[even, odd])
+        acc = acc[: 2 * group] + out + acc[2 * group + 2 :]
+    return warpgroup_mma_wait(0, deps=[acc[0], acc[1], acc[2], acc[3]])
+
+
+@gluon.jit
+def any_warp(flag, CONSUMER: gl.constexpr):
+    """Whether the flag of any warp of a consumer is set; its warps wait for each other."""
+    WORDS: gl.constexpr = (
+        "{ .reg .pred one, all; setp.ne.s32 one, $1, 0;\n"
+        f"bar.red.or.pred all, {VOTE_BARRIER + CONSUMER}, 128, one; selp.b32 $0, 1, 0, all; }}"
+    )
+    return inline_asm(WORDS, "=r,r,~{memory}", [flag], gl.int32)
+
+
+@gluon.jit
+def load_flag(flag):
+    return inline_asm("ld.shared.b32 $0, [$1];", "=r,r,~{memory}", [flag], gl.int32)
+
+
+@gluon.jit
+def store_flag(flag, value):
+    """One thread of a warpgroup stores a flag."""
+    inline_asm(
+        "{ .reg .pred first; .reg .b32 t; mov.u32 t, %tid.x; and.b32 t, t, 127;\n"
+        "setp.eq.u32 first, t, 0; @first st.shared.b32 [$0], $1; }",
+        "r,r,~{memory}",
+        [flag, value],
+    )
+
+
+@gluon.jit
+def rescaled(acc, l_LM, old_M, new_M):
+    """(outputs, sums of lanes) of a consumer, after references of rows have changed."""
+    # A row without a reference has nothing to be scaled.
+    alpha_M = gl.where(old_M == float("-inf"), 1.0, gl.exp2(old_M - new_M))
+    return scale_columns(acc, alpha_M), scale_sums(l_LM, alpha_M)
+
+
+@gluon.jit
+def raise_references(shared, t_NM, acc, l_LM):
+    """(scores over references, outputs, sums of lanes) after references have become the greatest
+    scores so far. t_NM: scores over the references before."""
+    s_NM = t_NM + shared.shift.index(0).load(COLUMNS)[None, :]
+    old_M = shared.top.index(0).load(COLUMNS)
+    new_M = gl.maximum(old_M, gl.max(s_NM, 0))
+    shift_M = shift_of(new_M)
+    shared.before.index(0).store(old_M)
+    shared.top.index(0).store(new_M)
+    shared.shift.index(0).store(shift_M)
+    store_flag(shared.flags.index(OPEN), vote_above(0.0 - new_M, float_bits(3e38)))
+    acc, l_LM = rescaled(acc, l_LM, old_M, new_M)
+    return s_NM - shift_M[None, :], acc, l_LM
+
+
+@gluon.jit
+def block_softmax(shared, keys, block, s_NM, exponent_N1, acc, l_LM, phase, BLOCK: gl.constexpr):
+    """(outputs, sums of lanes) after a block's probabilities were stored. References change only
+    where a score exceeds one by so much that its power is too large for float16. exponent_N1: as in
+    `converting_consumer.softmax_columns`."""
+    scale_M = shared.scale.index(0).load(COLUMNS)
+    t_NM = s_NM * scale_M[None, :] - shared.shift.index(0).load(COLUMNS)[None, :]
+    if exponent_N1 is not None:
+        t_NM += exponent_N1.to(gl.float32)
+    exceeds = vote_above(t_NM, float_bits(threshold_limit(gl.float16)))
+    is_open = load_flag(shared.flags.index(OPEN))
+    changes = any_warp(exceeds | is_open, BLOCK)
+    if changes != 0:
+        t_NM, acc, l_LM = raise_references(shared, t_NM, acc, l_LM)
+    store_flag(shared.flags.index(BLOCK), changes)
+    p_NM = gl.exp2(t_NM)
+    shared.p.index(BLOCK).store(p_NM.to(gl.float16))
+    if exponent_N1 is not None:
+        keep_scales(shared, keys, block, BLOCK)
+    fence_async_shared()
+    barrier.arrive_each_warp(shared.p_full.index(BLOCK))
+    if exponent_N1 is not None:
+        p_NM *= power_of_two(-exponent_N1)
+    l_LM += lane_sums(p_NM)
+    barrier.wait(shared.p_full.index(BLOCK), phase)
+    return acc, l_LM
+
+
+@gluon.jit
+def follow(shared, acc, l_LM, phase, BLOCK: gl.constexpr):
+    """(outputs, sums of lanes) of the other consumer, once a block's probabilities are there."""
+    barrier.wait(shared.p_full.index(BLOCK), phase)
+    if load_flag(shared.flags.index(BLOCK)) != 0:
+        old_M = shared.before.index(0).load(COLUMNS)
+        acc, l_LM = rescaled(acc, l_LM, old_M, shared.top.index(0).load(COLUMNS))
+    return acc, l_LM
+
+
+@gluon.jit
+def own_scores(shared, keys, params, segment, bounds, block, col):
+    """Masked scores of a block from key `col` on, and exponents as from `block_scores`."""
+    s_NM, exponent_N1 = block_scores(shared, keys, block)
+    return masked_keys(s_NM, params, segment, bounds, col), exponent_N1
+
+
+@gluon.jit
+def first_steps(shared, keys, params, segment, bounds, block, phase, acc, l_LM):
+    """A segment of consumer 0. Without scales each step computes the scores of the next one before
+    it waits for the other consumer's probabilities."""
+    # ptxas: with scales more is spilled then, and 128 heads over 16 x 8192 keys take 1.12 times as
+    # long (H200, 2026-11-27).
+    AHEAD: gl.constexpr = keys.scales is None
+    col = segment.start * params.tile.BLOCK_N
+    if AHEAD:
+        s_NM, exponent_N1 = own_scores(shared, keys, params, segment, bounds, block, col)
+    for number in range(segment.start, segment.stop):
+        if not AHEAD:
+            col = number * params.tile.BLOCK_N
+            s_NM, exponent_N1 = own_scores(shared, keys, params, segment, bounds, block, col)
+        acc, l_LM = block_softmax(shared, keys, block, s_NM, exponent_N1, acc, l_LM, phase, 0)
+        acc = add_values(shared, keys, block, acc, 0, 0)
+        second = block.ahead(1)
+        block = block.ahead(2)
+        if AHEAD:  # noqa: SIM102  (known when compiling, and `and` is not)
+            if number + 1 < segment.stop:
+                col = (number + 1) * params.tile.BLOCK_N
+                s_NM, exponent_N1 = own_scores(shared, keys, params, segment, bounds, block, col)
+        acc, l_LM = follow(shared, acc, l_LM, phase, 1)
+        acc = add_values(shared, keys, second, acc, 1, 0)
+        phase ^= 1
+    return block, phase, acc, l_LM
+
+
+@gluon.jit
+def second_steps(shared, keys, params, segment, bounds, block, phase, acc, l_LM):
+    """A segment of consumer 1."""
+    for number in range(segment.start, segment.stop):
+        col = number * params.tile.BLOCK_N + KEYS
+        second = block.ahead(1)
+        s_NM, exponent_N1 = own_scores(shared, keys, params, segment, bounds, second, col)
+        acc, l_LM = follow(shared, acc, l_LM, phase, 0)
+        acc = add_values(shared, keys, block, acc, 0, 1)
+        acc, l_LM = block_softmax(shared, keys, second, s_NM, exponent_N1, acc, l_LM, phase, 1)
+        acc = add_values(shared, keys, second, acc, 1, 1)
+        block = block.ahead(2)
+        phase ^= 1
+    return block, phase, acc, l_LM
+
+
+@gluon.jit
+def sums_of_both(shared, l_LM, layout: gl.constexpr, CONSUMER: gl.constexpr):
+    """Sums of rows over the blocks of both consumers, whose references are equal by now."""
+    l_M = gl.convert_layout(all_sums(l_LM), layout)
+    shared.sums.index(CONSUMER).store(l_M)
+    sync_named(BOTH_BARRIER)
+    return l_M + shared.sums.index(1 - CONSUMER).load(layout)
+
+
+@gluon.jit
+def converting_pair_consumer(io, shared, keys, share, params, CONSUMER: gl.constexpr):
+    """Computes columns [256 CONSUMER, 256 CONSUMER + 256) of all segments of this program."""
+    block = PipelineState.start(params.tile.STAGES)
+    phase = gl.to_tensor(0)
+    whole = share
+    while share.x < share.end:
+        segment, share = look(share, params)
+        if segment.start < segment.stop:
+            load_query_half(io, shared, params, segment, CONSUMER)
+            group = params.shape.heads_q // params.shape.heads_k
+            row = segment.row0 // group
+            bounds = key_bounds(row, row, segment.seq.off, segment.seq.len_k, params.mask)
+            acc = ()
+            for _ in gl.static_range(GROUPS):
+                acc = acc + (gl.zeros([PAIRS, ROWS], gl.float32, LAYOUT),)
+            l_LM = lane_sums(gl.zeros([KEYS, ROWS], gl.float32, LAYOUT))
+            if CONSUMER == 0:
+                block, phase, acc, l_LM = first_steps(
+                    shared, keys, params, segment, bounds, block, phase, acc, l_LM
+                )
+            else:
+                block, phase, acc, l_LM = second_steps(
+                    shared, keys, params, segment, bounds, block, phase, acc, l_LM
+                )
+            out = output_rows(io, acc, segment)
+            rows: gl.constexpr = gl.SliceLayout(1, out[0].type.layout)
+            l_M = sums_of_both(shared, l_LM, rows, CONSUMER)
+            m_M = shared.top.index(0).load(rows)
+            finish_segment(io, params, segment, out, m_M, l_M, CONSUMER)
+    if params.tile.MERGE and params.work.merge.partial_out is not None:
+        merge_share(io, params, whole, CONSUMER)
