@@ -169,7 +169,9 @@ def bias_tile(row0, col0, distance, place, head, params, TRANSPOSED: tl.constexp
             ptrs = base + cols[:, None] * stride_n + rows[None, :] * stride_m
         else:
             ptrs = base + rows[:, None] * stride_m + cols[None, :] * stride_n
-        b_tile += tl.load(ptrs).to(tl.float32)
+        added = tl.load(ptrs).to(tl.float32)
+        # 0 + x is an instruction for each score: -0 would become 0.
+        b_tile = added if params.mods.relative.ptr is None else b_tile + added
     return b_tile
 
 
