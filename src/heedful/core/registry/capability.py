@@ -349,6 +349,10 @@ def _hopper_backward(name: str, features: set[str], max_dim: int, *more: Gate) -
     )
 
 
+# Latent vectors of 8 bits.
+_IF_STORED = (gates.scales_of_heads, gates.bfloat16_beside_rows)
+_STORED: dict[str, Any] = {"kv_dtypes": (*_E4M3, LATENT_ROWS), "converts": True}
+
 # The portable decode within a mixed batch: its features, its kernel, its sequences, its calls.
 _SHORT = (_OF_DECODE, "decode.forward", mixed.queries_of_few_tiles, mixed.some_fill_few_tiles)
 
@@ -358,22 +362,11 @@ VARIANTS: tuple[Variant, ...] = (
     _latent("mla", gates.few_rows),
     _latent(
         "mla_converting_pair",
-        gates.few_rows,
-        gates.rows_of_pairs,
-        gates.scales_of_heads,
-        gates.bfloat16_beside_rows,
-        kv_dtypes=(*_E4M3, LATENT_ROWS),
-        converts=True,
+        *(gates.few_rows, gates.rows_of_pairs, *_IF_STORED),
+        **_STORED,
         unrun=frozenset({"causal", "diagonal", "kv_batch_idx", "leftpad_k"}),
     ),
-    _latent(
-        "mla_converting",
-        gates.few_rows,
-        gates.scales_of_heads,
-        gates.bfloat16_beside_rows,
-        kv_dtypes=(*_E4M3, LATENT_ROWS),
-        converts=True,
-    ),
+    _latent("mla_converting", gates.few_rows, *_IF_STORED, **_STORED),
     _on_hopper(
         "decode",
         "hopper",
