@@ -22,7 +22,7 @@ INTERPRETED = $(shell grep -rl --include='test_*.py' 'pass_in_the_interpreter(__
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test jax-calls oldest-triton set-up-oldest-triton test-compilers test-integrations test-transformers test-slow test-gpu test-random test-mutation memcheck lint format demo bench ab docs wheels test-install site hub workflows clean
+.PHONY: help set-up test jax-calls oldest-triton set-up-oldest-triton test-compilers test-integrations test-transformers test-slow test-gpu test-random test-mutation memcheck lint format demo bench ab docs wheels kernels test-install site hub workflows clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -109,6 +109,9 @@ $(VENV)-release/.ready: pyproject.toml tools/release_tools.sh
 
 wheels: $(VENV)-release/.ready ## sdist and wheel in dist/, the same bytes from the same commit
 	tools/wheels.sh $(VENV)-release dist
+
+kernels: $(READY) $(VENV)-release/.ready ## the wheel of compiled kernels in dist/ (ARGS="--cuda 12")
+	$(PY) tools/kernel_wheel.py $(VENV)-release dist $(ARGS)
 
 test-install: $(VENV)-release/.ready ## install the wheel with each extra, run the README's tour there
 	$(PYTHON) tools/try_install.py $(VENV)-release $(ARGS)

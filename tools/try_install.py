@@ -64,6 +64,8 @@ def built_twice(tools: Path, folder: Path) -> Path:
 
 def refused(extra: str) -> str | None:
     """Why this machine cannot take an extra."""
+    if extra == "kernels":
+        return "its wheel is built by `make kernels`"
     linux, has_nvidia = sys.platform == "linux", shutil.which("nvidia-smi") is not None
     if extra in ("cuda", "jax-cuda") and not (linux and has_nvidia):
         return "no NVIDIA GPU here"

@@ -23,6 +23,7 @@ from heedful.core.base.device import KNOWN, MIB, NO_GPU_ON_WINDOWS, DeviceSpec
 from heedful.core.base.installed import TESTED, numbers
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.registry.capability import LEVELS, VARIANTS, Toolchain, Variant
+from heedful.launch.code import wheels
 from heedful.launch.code.folder import Folder
 from heedful.validation import sensors
 
@@ -77,11 +78,20 @@ def _versions() -> dict[str, str | None]:
     versions |= {name: machine.version(name) for name in _PACKAGES}
     versions["compiler"] = machine.compiler()
     versions["GPU driver"] = machine.driver()
+    versions["kernel wheel"] = _wheel_words()
     versions["kernel cache"] = _cache_words(settings.get("cache_dir"))
     for name in settings.TABLE:
         if name != "cache_dir" and settings.is_set(name):
             versions[settings.variable(name)] = str(settings.get(name))
     return versions
+
+
+def _wheel_words() -> str | None:
+    wheel = wheels.current()
+    if wheel is None:
+        return None
+    count, facts = len(wheel.manifest.digests), wheel.facts
+    return f"{wheel.name} {facts.heedful}: {count} kernels for {facts.arch}, CUDA {facts.cuda}"
 
 
 def _version_table(versions: dict[str, str | None]) -> Table:

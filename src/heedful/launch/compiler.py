@@ -1,4 +1,5 @@
-"""Kernel calls to artifacts: from memory, a loaded pack, the disk cache, or the compiler.
+"""Kernel calls to artifacts: from memory, a loaded pack, an installed wheel of kernels, the disk
+cache, or the compiler.
 
 Each specialization is looked up or compiled once a process, by one thread. Counters tell what
 happened.
@@ -47,8 +48,9 @@ def _find_or_compile(call: KernelCall, arch: str) -> Artifact:
         return packed
     if installed.compiler() is None:
         raise RuntimeError(
-            f"{call.kernel.function} for {arch} is in no loaded pack, and there is no Triton here"
-            " to compile it: pip install triton, or add this problem to the pack (heedful prebuild)"
+            f"{call.kernel.function} for {arch} is in no loaded pack and no installed wheel, and"
+            " there is no Triton here to compile it: pip install triton, or add this problem to the"
+            " pack (heedful prebuild)"
         )
     key = cache_key(call, arch)
     compiled, made = _disk_cache().get_or_make(key, lambda: compile_now(call, arch))

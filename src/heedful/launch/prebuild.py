@@ -14,7 +14,9 @@ from heedful.core.planning.plan import Plan, plan
 from heedful.core.registry.capability import Toolchain
 from heedful.launch.code.artifact import Artifact
 from heedful.launch.code.identity import kernel_key
+from heedful.launch.code.manifest import WheelFacts
 from heedful.launch.code.packs import write_pack
+from heedful.launch.driver.cuda import cuda_of
 from heedful.launch.program.programs import program, step
 from heedful.launch.record import Entry
 from heedful.launch.spec import KernelCall, Program
@@ -78,20 +80,34 @@ def prebuild(
     jobs: int,
     backend: str | None = None,
     progress: Callable[[int, int, str], None] = lambda done, total, name: None,
+    wheel: WheelFacts | None = None,
 ) -> int:
     """Compiles all kernels of the entries for the devices into a pack; returns how many.
 
-    progress is called with (kernels done, kernels in all, the last one's name). Raises what the
-    compiler raises, and writes no manifest then.
+    progress is called with (kernels done, kernels in all, the last one's name). wheel: if the pack
+    is that of a wheel, which holds machine code alone. Raises what the compiler raises, ValueError
+    for a kernel that needs a newer CUDA than the wheel says, and writes no manifest then.
     """
     wanted, backends = kernels(entries, devices, backend)
     made: dict[str, Artifact] = {}
     for key, artifact in _compiled(wanted, jobs):
-        made[key] = artifact
+        made[key] = artifact if wheel is None else _for_wheel(artifact, wheel)
         progress(len(made), len(wanted), wanted[key][0].kernel.function)
     compiler = installed.compiler()
-    write_pack(folder, made, dict.fromkeys(backends, compiler.version if compiler else ""))
+    versions = dict.fromkeys(backends, compiler.version if compiler else "")
+    write_pack(folder, made, versions, wheel)
     return len(made)
+
+
+def _for_wheel(artifact: Artifact, wheel: WheelFacts) -> Artifact:
+    """Without its text. Raises ValueError if the wheel's drivers do not load it."""
+    needed = cuda_of(artifact.code)
+    if needed is None or needed > wheel.cuda:
+        raise ValueError(
+            f"{artifact.symbol}, made by {artifact.toolchain}, needs a driver of CUDA {needed},"
+            f" the wheel is for CUDA {wheel.cuda}"
+        )
+    return replace(artifact, text="")
 
 
 def _compiled(

@@ -3,8 +3,9 @@
 A list is JSON: {"format": 1, "problems": [{"problem": {...}, "direction": "forward", "buffers":
 {...} or null, "device": {...} or null}, ...]}. In a list written by hand "problem" and perhaps
 "direction" are enough: missing facts have their defaults, and arrays are contiguous. The direction
-"step" is a forward that first extends a cache (`launch.program.programs.step`); it needs "buffers"
-and "options".
+"step" is a forward that first extends a cache (`launch.program.programs.step`). By hand it says
+what it appends, {"appends": {"tokens": 1, "rotary": "halves" or "pairs", "rotary_dim": 64}}, where
+the last two may be missing. A recorded one has "buffers" and "options" instead.
 """
 
 import json
@@ -23,6 +24,7 @@ from heedful.core.base.parsed import parsed
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import Plan
+from heedful.launch.program import buffers as canonical
 
 FORMAT = 1
 DIRECTIONS = ("forward", "backward", "step")
@@ -58,17 +60,27 @@ class Entry:
         direction = facts.get("direction", "forward")
         if direction not in DIRECTIONS:
             raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
-        buffers = facts.get("buffers")
+        recorded, options = facts.get("buffers"), facts.get("options", {})
+        buffers = None if recorded is None else {n: _buffer(b) for n, b in recorded.items()}
         if direction == "step" and not buffers:
-            raise ValueError("a step must have buffers: record it")
+            buffers, options = _appending(problem, facts.get("appends"))
         device = facts.get("device")
-        return cls(
-            problem,
-            direction,
-            None if buffers is None else {n: _buffer(b) for n, b in buffers.items()},
-            None if device is None else DeviceSpec(**device),
-            facts.get("options", {}),
-        )
+        made = None if device is None else DeviceSpec(**device)
+        return cls(problem, direction, buffers, made, options)
+
+
+def _appending(
+    problem: AttentionProblem, appends: Mapping[str, Any] | None
+) -> tuple[dict[str, ArraySpec], dict[str, Any]]:
+    """Arrays and options of a step that a list states by what it appends."""
+    if not appends:
+        raise ValueError('a step must say what it "appends", such as {"tokens": 1}')
+    rotary = appends.get("rotary", "")
+    if rotary not in ("", "halves", "pairs"):
+        raise ValueError(f'rotary must be "halves" or "pairs", got {rotary!r}')
+    # Calls without rotary embeddings say pairs, by default.
+    options = {"interleaved": rotary != "halves", "position0": 0}
+    return canonical.step(problem, **appends), options
 
 
 def _facts(spec: ArraySpec) -> dict:

@@ -20,13 +20,16 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.core.registry.capability import Toolchain
 from heedful.launch import compiler, foreign, prebuild, record
+from heedful.launch.code import store
 from heedful.launch.code.artifact import lay_out
 from heedful.launch.code.identity import kernel_key
+from heedful.launch.code.manifest import WheelFacts, read_manifest
 from heedful.launch.program import buffers
 from heedful.launch.program.programs import program
 from heedful.launch.spec import KernelCall, KernelRef, Pointer, Scalar
 from heedful.torch.base.arrays import array_spec
 from heedful.torch.eager.calls import CALLS
+from support.artifacts import artifact
 from support.problems.cases import Case, build, variants
 from support.runs import api, standin
 
@@ -175,6 +178,32 @@ def test_a_recording_says_that_it_is_empty_and_where_it_cannot_be_written(tmp_pa
     assert not called
 
 
+def test_a_wheel_holds_machine_code_alone_that_its_drivers_load(tmp_path, monkeypatch):
+    """Byte 8 of an ELF header: the version of the ABI, 7 of CUDA 12 and 8 of CUDA 13."""
+    facts = WheelFacts("0.1.0", "sm_90", 12)
+    code = {7: b"\x7fELF\0\0\0\0\7", 8: b"\x7fELF\0\0\0\0\x08", 0: b""}
+    entry = record.Entry(AttentionProblem.dense(1, 64, 64, 2, needs_grad=False), "forward")
+
+    def built(abi: int) -> None:
+        made = replace(artifact(), code=code[abi])
+        monkeypatch.setattr(prebuild, "_compiled", lambda wanted, jobs: ((k, made) for k in wanted))
+        prebuild.prebuild([entry], [by_name("H200")], tmp_path / str(abi), 1, wheel=facts)
+
+    built(7)
+    manifest = read_manifest((tmp_path / "7" / "manifest.json").read_bytes())
+    assert manifest.wheel == facts
+    (key,) = manifest.digests
+    kept = store.parse(key, (tmp_path / "7" / f"{key}.kernel").read_bytes())
+    assert kept == replace(artifact(), code=code[7], text="")
+    for abi, words in (
+        (8, "needs a driver of CUDA 13, the wheel is for CUDA 12"),
+        (0, "CUDA None"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            built(abi)
+        assert not (tmp_path / str(abi) / "manifest.json").exists()
+
+
 def test_an_entry_is_planned_for_the_device_that_it_was_seen_on(tmp_path):
     small = by_name("H200").live(units=8)
     problem = build(replace(BASE, backward=False, seqlen_q=1, seqlen_k=9000, batch=1)).problem
@@ -199,10 +228,43 @@ def test_a_list_by_hand_may_leave_out_what_is_usual(tmp_path):
     spec = {"shape": [1, 2], "strides": [2, 1], "dtype": "float16"}
     entry = record.Entry.from_json({**facts, "buffers": {"q": spec}, "direction": "backward"})
     assert entry.buffers == {"q": ArraySpec((1, 2), (2, 1), "float16")}
-    with pytest.raises(ValueError, match="a step must have buffers"):
-        record.Entry.from_json({**facts, "direction": "step"})
+    for appends, words in (
+        ({}, 'must say what it "appends"'),
+        ({"tokens": 1, "rotary": "thirds"}, "rotary must be.*'thirds'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            record.Entry.from_json({**facts, "direction": "step", "appends": appends})
     with pytest.raises(ValueError, match="direction must be one of.*'sideways'"):
         record.Entry.from_json({**facts, "direction": "sideways"})
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("rotary", ["", "halves", "pairs"])
+def test_a_step_by_hand_needs_the_kernels_of_a_recorded_one(tmp_path, rotary, page_size):
+    def some(*shape):
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    storage = (128, 16) if page_size else (4, 512)
+    more: dict[str, Any] = {}
+    if page_size:
+        more["block_table"] = torch.zeros(4, 32, dtype=torch.int32)
+    if rotary:
+        more |= {"rotary_cos": some(512, 64), "rotary_sin": some(512, 64)}
+        more["rotary_interleaved"] = rotary == "pairs"
+    row, new = some(4, 1, 8, 128), some(4, 1, 2, 128)
+    lengths = torch.full((4,), 100, dtype=torch.int32)
+    with standin.gpu("H200"), record.record(tmp_path / "list"):
+        caches = [some(*storage, 2, 128) for _ in "kv"]
+        k_cache, v_cache = caches
+        flash_attn_with_kvcache(
+            row, k_cache, v_cache, new, new, cache_seqlens=lengths, causal=True, **more
+        )
+    (recorded,) = (e for e in record.load(tmp_path / "list") if e.direction == "step")
+    appends = {"tokens": 1} | ({"rotary": rotary} if rotary else {})
+    facts = {"problem": asdict(recorded.problem), "direction": "step", "appends": appends}
+    by_hand = record.Entry.from_json(json.loads(json.dumps(facts)))
+    want, got = (prebuild.kernels([e], [by_name("H200")])[0] for e in (recorded, by_hand))
+    assert want and want.keys() == got.keys()
 
 
 LISTED = {"batch": 1, "seqlen_q": 8, "seqlen_k": 16, "heads_q": 2}
@@ -313,8 +375,10 @@ def test_every_kernel_is_compiled_once_into_a_pack_by_as_many_as_are_of_use(
     assert sorted(made) == [(name, "sm_100") for name in functions]
     assert [numbers[:2] for numbers in said] == [(1, 3), (2, 3), (3, 3)]
     assert sorted(name for *_, name in said) == functions
-    where, packed, backends = written["given"]
-    assert where == folder and backends == {"portable": installed.triton_version()}
+    where, packed, backends, wheel = written["given"]
+    assert (
+        where == folder and wheel is None and backends == {"portable": installed.triton_version()}
+    )
     assert {key: a.symbol for key, a in packed.items()} == {
         key: call.kernel.function
         for key, (call, _) in prebuild.kernels(entries, devices)[0].items()

@@ -12,13 +12,29 @@ pytest.importorskip("triton")
 
 import torch
 
+import heedful
 from heedful import explain, flash_attn_func, flash_attn_with_kvcache
 from heedful.core.registry.capability import Toolchain
-from heedful.launch.code import packs
+from heedful.launch.code import packs, wheels
+from heedful.launch.code.artifact import Artifact
 from heedful.launch.code.identity import kernel_key
+from heedful.launch.code.manifest import Manifest, WheelFacts
 from heedful.launch.program import bound
 from heedful.torch.eager import backends
+from support.artifacts import artifact
 from support.runs import standin
+
+
+class Installed(wheels.Wheel):
+    """Its files are read as they are to be."""
+
+    def __init__(self, digests: dict[str, str]):
+        facts = WheelFacts(heedful.__version__, "sm_90", 13)
+        super().__init__("a wheel", Path(), Manifest(digests, {}, facts), facts)
+
+    def read(self, key: str) -> Artifact:
+        return artifact()
+
 
 OLD, NEW = (3, 6), (3, 9)
 
@@ -59,14 +75,21 @@ def served() -> None:
 CALLS = {"trained": trained, "served": served}
 
 
-@pytest.fixture
-def pack(monkeypatch):
-    """Loads keys as of a pack for the newer Triton; returns tools beside the older one."""
+@pytest.fixture(params=["pack", "wheel"])
+def pack(monkeypatch, request):
+    """Loads keys as of a pack, or of an installed wheel, for the newer Triton; returns tools beside
+    the older one."""
     monkeypatch.setattr(packs, "load_default", lambda: None)
     monkeypatch.setattr(packs, "_loaded", {})
+    monkeypatch.setattr(wheels, "_read", {})
 
     def load(asked: list[tuple[str, str]]) -> Toolchain:
-        packs._loaded.update(dict.fromkeys([key for _, key in asked], (Path(), "")))
+        digests = dict.fromkeys([key for _, key in asked], "")
+        if request.param == "wheel":
+            monkeypatch.setattr(wheels, "_looked", True)
+            monkeypatch.setattr(wheels, "_current", Installed(digests))
+        else:
+            packs._loaded.update({key: (Path(), "") for key in digests})
         return Toolchain(OLD, packs=frozenset({("hopper", NEW), ("hopper_decode", NEW)}))
 
     return load
@@ -160,4 +183,6 @@ def test_lengths_stay_open_whatever_packs_are_asked_for(pack, monkeypatch):
     of_old, _ = cases(Toolchain(OLD))
     assert cases(pack(want)) == (of_new, want)
     packs._loaded.clear()
+    wheels._current = None
+    wheels._read.clear()
     assert cases(pack([]))[0] <= of_new + of_old < 12

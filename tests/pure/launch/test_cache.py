@@ -15,29 +15,12 @@ from pathlib import Path
 import pytest
 
 import heedful
-from heedful.launch.code import packs, store
-from heedful.launch.code.artifact import Artifact, Parameter
+from heedful.launch.code import manifest, packs, store
 from heedful.launch.code.cache import DiskCache
 from heedful.launch.code.folder import Folder
+from support.artifacts import artifact
 
 GIB = 1 << 30
-
-
-def artifact(code: bytes = b"\x7fELF machine code\n\0") -> Artifact:
-    return Artifact(
-        code,
-        "// text",
-        "kernel",
-        "cuda:90",
-        4,
-        32,
-        1024,
-        1,
-        (Parameter("x_ptr", "*bf16", 0), Parameter("n", "i32", 8)),
-        12,
-        tensor_maps={"q": {"swizzle": 3, "block_size": [64, 64]}},
-        toolchain="triton 3.9.0",
-    )
 
 
 def cache(folder: Path | None, limit: int = GIB, read_only: bool = False) -> DiskCache:
@@ -403,6 +386,7 @@ def test_a_process_killed_while_compiling_blocks_nobody(tmp_path):
 def no_packs(monkeypatch):
     monkeypatch.setattr(packs, "_loaded", {})
     monkeypatch.setattr(packs, "_backends", frozenset())
+    monkeypatch.setattr(packs, "_with_wheel", frozenset())
 
 
 def test_a_pack_gives_back_what_was_put_in(tmp_path, no_packs):
@@ -450,16 +434,16 @@ def test_a_manifest_says_what_each_kernel_is(tmp_path, no_packs):
     packs.write_pack(
         tmp_path / "pack", {"key": artifact()}, {"portable": "3.9.0", "hopper": "3.9.0"}
     )
-    manifest = json.loads((tmp_path / "pack" / packs.MANIFEST).read_text())
-    assert manifest["backends"] == {"hopper": "3.9.0", "portable": "3.9.0"}
+    told = json.loads((tmp_path / "pack" / manifest.MANIFEST).read_text())
+    assert told["backends"] == {"hopper": "3.9.0", "portable": "3.9.0"}
     # Packs of the same kernels are the same text, a fact a line.
     kernels = {"a": artifact(), "key": artifact()}
     for name, keys in (("one", "a key"), ("other", "key a")):
         entries = {key: kernels[key] for key in keys.split()}
         packs.write_pack(tmp_path / name, entries, {"portable": "3.9.0", "hopper": "3.9.0"})
-    one, other = ((tmp_path / name / packs.MANIFEST).read_text() for name in ("one", "other"))
+    one, other = ((tmp_path / name / manifest.MANIFEST).read_text() for name in ("one", "other"))
     assert one == other == json.dumps(json.loads(one), indent=1, sort_keys=True)
-    facts = manifest["kernels"]["key"]
+    facts = told["kernels"]["key"]
     content = (tmp_path / "pack" / "key.kernel").read_bytes()
     assert facts.pop("sha256") == hashlib.sha256(content).hexdigest()
     assert facts == {"target": "cuda:90", "symbol": "kernel", "toolchain": "triton 3.9.0"}
@@ -520,10 +504,10 @@ def test_a_manifest_that_names_another_kernels_file_does_not_load_it(tmp_path, n
         tmp_path / "pack", {"a": artifact(), "b": artifact(b"b")}, {"portable": "3.9.0"}
     )
     os.replace(tmp_path / "pack" / "b.kernel", tmp_path / "pack" / "a.kernel")
-    path = tmp_path / "pack" / packs.MANIFEST
-    manifest = json.loads(path.read_text())
-    manifest["kernels"]["a"] = manifest["kernels"].pop("b")
-    path.write_text(json.dumps(manifest))
+    path = tmp_path / "pack" / manifest.MANIFEST
+    told = json.loads(path.read_text())
+    told["kernels"]["a"] = told["kernels"].pop("b")
+    path.write_text(json.dumps(told))
     packs.load_pack(tmp_path / "pack")
     with pytest.raises(store.CorruptArtifact, match="another key"):
         packs.find("a")
@@ -536,19 +520,19 @@ def test_a_manifest_that_names_another_kernels_file_does_not_load_it(tmp_path, n
         "not json",
         "[]",
         json.dumps({"format": 99}),
-        json.dumps({"format": packs.FORMAT}),
-        json.dumps({"format": packs.FORMAT, "kernels": {}}),
-        json.dumps({"format": packs.FORMAT, "kernels": {"k": {}}, "backends": {}}),
-        json.dumps({"format": packs.FORMAT, "kernels": [], "backends": {}}),
-        json.dumps({"format": packs.FORMAT, "kernels": {}, "backends": 3}),
-        json.dumps({"format": packs.FORMAT, "kernels": {}, "backends": ["portable"]}),
-        json.dumps({"format": packs.FORMAT, "kernels": {}, "backends": {"portable": 3}}),
+        json.dumps({"format": manifest.FORMAT}),
+        json.dumps({"format": manifest.FORMAT, "kernels": {}}),
+        json.dumps({"format": manifest.FORMAT, "kernels": {"k": {}}, "backends": {}}),
+        json.dumps({"format": manifest.FORMAT, "kernels": [], "backends": {}}),
+        json.dumps({"format": manifest.FORMAT, "kernels": {}, "backends": 3}),
+        json.dumps({"format": manifest.FORMAT, "kernels": {}, "backends": ["portable"]}),
+        json.dumps({"format": manifest.FORMAT, "kernels": {}, "backends": {"portable": 3}}),
     ],
 )
 def test_a_folder_without_a_good_manifest_is_no_pack(tmp_path, no_packs, text):
     folder = tmp_path / "pack"
     folder.mkdir(mode=0o700)
-    (folder / packs.MANIFEST).write_text(text)
+    (folder / manifest.MANIFEST).write_text(text)
     with pytest.raises(ValueError, match="pack .*manifest.json"):
         packs.load_pack(folder)
     assert packs.find("k") is None and packs.backends() == frozenset()

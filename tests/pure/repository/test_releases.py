@@ -14,6 +14,7 @@ import index_page
 import notes
 from heedful import integrations
 from heedful.core.base.installed import TESTED, numbers
+from heedful.launch.code import wheels
 
 ROOT = Path(__file__).parents[3]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -53,6 +54,11 @@ def test_ci_runs_every_python_that_the_package_names():
     ci = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert re.findall(r"\"(3\.\d+)\"", ci.split("python: [")[1].split("]")[0]) == named
     assert PROJECT["project"]["requires-python"] == f">={named[0]}"
+
+
+def test_kernels_in_a_wheel_are_of_the_version_that_asks_for_them():
+    (wanted,) = PROJECT["project"]["optional-dependencies"]["kernels"]
+    assert wanted.split(";")[0] == f"{wheels.NAMES[0].replace('_', '-')}=={heedful.__version__}"
 
 
 def test_the_oldest_versions_are_those_of_the_extras():

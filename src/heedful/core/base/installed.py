@@ -5,6 +5,7 @@ builds, `pytorch-triton` beside nightly ones. The Triton of this process is the 
 triton` gives. A toolchain is a folder with another one, which worker processes import.
 """
 
+import ctypes
 import importlib
 import os
 import re
@@ -37,6 +38,16 @@ TESTED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
 }
 
 _SAYS = r"^__version__\s*=\s*['\"](\d[^'\"]*)['\"]\s*$"
+
+
+def served_cuda() -> int | None:
+    """The major version of the newest CUDA that NVIDIA's driver serves; None without a driver."""
+    number = ctypes.c_int()
+    try:
+        code = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except OSError:
+        return None
+    return None if code else number.value // 1000
 
 
 def triton_version() -> str | None:

@@ -57,7 +57,7 @@ def toolchain(spec: DeviceSpec) -> Toolchain:
         triton=triton and triton.numbers,
         torch=None,
         jax=_jax_version(),
-        packs=packs.backends(),
+        packs=packs.backends(spec.arch),
         validated=validations.validated(spec),
         framework="jax",
     )

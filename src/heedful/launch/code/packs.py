@@ -7,34 +7,39 @@ Triton, or none. Its manifest says which Triton its kernels were planned for, se
 """
 
 import hashlib
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from heedful.core.base import settings
 from heedful.core.base.forks import new_lock
-from heedful.core.base.installed import numbers
-from heedful.core.base.parsed import parsed
-from heedful.launch.code import store
+from heedful.launch.code import store, wheels
 from heedful.launch.code.artifact import Artifact
 from heedful.launch.code.folder import Folder, NotTrusted
-
-MANIFEST = "manifest.json"
-FORMAT = 3
+from heedful.launch.code.manifest import MANIFEST, WheelFacts, manifest_text, read_manifest
 
 # Kernel key -> the pack's folder and the digest of the kernel's file there.
 _loaded: dict[str, tuple[Path, str]] = {}
 # Backends with kernels in a pack, and the Triton that those of the last such pack are planned for.
 _backends: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
+# Those of the installed wheel too. Known calls compare it, and must not look at the wheel for that.
+_with_wheel = _backends
 _loading = new_lock()
+_T = TypeVar("_T")
 
 
-def write_pack(path: Path, entries: dict[str, Artifact], backends: Mapping[str, str]) -> None:
+def write_pack(
+    path: Path,
+    entries: Mapping[str, Artifact],
+    backends: Mapping[str, str],
+    wheel: WheelFacts | None = None,
+) -> None:
     """Writes artifacts by kernel key, with a manifest, into a folder of this user's (mode 0700).
     backends: whose kernels these are, and the version of the Triton that each is planned for.
-    Raises OSError where that cannot be, and writes no manifest then."""
+    wheel: if a wheel is made of it. Raises OSError where that cannot be, and writes no manifest
+    then."""
     with Folder(path, private=False, create=True) as folder:
         files = {}
         for key, artifact in entries.items():
@@ -46,8 +51,7 @@ def write_pack(path: Path, entries: dict[str, Artifact], backends: Mapping[str, 
                 "symbol": artifact.symbol,
                 "toolchain": artifact.toolchain,
             }
-        manifest = {"format": FORMAT, "backends": dict(backends), "kernels": files}
-        folder.write(MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
+        folder.write(MANIFEST, manifest_text(files, backends, wheel))
 
 
 def load_pack(folder: str | os.PathLike) -> int:
@@ -64,56 +68,54 @@ def load_pack(folder: str | os.PathLike) -> int:
     except OSError as error:
         raise ValueError(f"pack {folder} has no readable {MANIFEST}: {error}") from None
     try:
-        digests, made = read_manifest(content)
+        manifest = read_manifest(content)
     except ValueError as error:
-        raise ValueError(f"pack {folder}: {MANIFEST} {error}") from None
+        raise ValueError(f"pack {folder}: {error}") from None
     global _backends
     with _loading:
-        _loaded.update({key: (path, digest) for key, digest in digests.items()})
-        _backends = frozenset((dict(_backends) | made).items())
-    return len(digests)
+        _loaded.update({key: (path, digest) for key, digest in manifest.digests.items()})
+        _backends = frozenset((dict(_backends) | dict(manifest.backends)).items())
+        _reckon()
+    return len(manifest.digests)
 
 
-def read_manifest(content: bytes) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """A manifest's digests by kernel key, and its backends with the Triton that they are planned
-    for. Raises ValueError saying what is wrong with it."""
-    try:
-        manifest = parsed(content)
-    except ValueError as error:
-        raise ValueError(f"is not JSON: {error}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        version = manifest.get("format") if isinstance(manifest, dict) else None
-        raise ValueError(
-            f"has format {version}, wanted {FORMAT}: prebuild it with this version of heedful"
-        )
-    try:
-        digests = {key: str(facts["sha256"]) for key, facts in manifest["kernels"].items()}
-        made = {str(name): numbers(triton) for name, triton in manifest["backends"].items()}
-        return digests, made
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"lacks what a pack's has: {error!r}") from None
+def _reckon() -> None:
+    global _with_wheel
+    wheel = wheels.current()
+    wheels_own = wheel.manifest.backends if wheel is not None else {}
+    _with_wheel = frozenset((dict(wheels_own) | dict(_backends)).items())
 
 
 @cache
 def load_default() -> None:
-    """Loads the pack that the settings name, once."""
+    """Loads the pack that the settings name and finds the installed wheel, once."""
     folder = settings.get("pack")
     if folder is not None:
         load_pack(folder)
+    _reckon()
 
 
 def has(key: str) -> bool:
-    """Whether a loaded pack lists a kernel key."""
+    """Whether a loaded pack lists a kernel key, or the installed wheel has it."""
     load_default()
-    return key in _loaded
+    return key in _loaded or _from_wheel(key, wheels.has)
+
+
+def _from_wheel(key: str, ask: Callable[[str], _T]) -> _T:
+    """The wheel's answer to a key. A damaged wheel ends there, and its backends with it."""
+    before = wheels.current()
+    said = ask(key)
+    if wheels.current() is not before:
+        _reckon()
+    return said
 
 
 def find(key: str) -> Artifact | None:
-    """The packed artifact of a kernel key. Raises ValueError if its file was changed, is gone, or
-    is not to be trusted any more."""
+    """The artifact of a kernel key in a loaded pack or else in the installed wheel. Raises
+    ValueError if a pack's file was changed, is gone, or is not to be trusted any more."""
     load_default()
     if key not in _loaded:
-        return None
+        return _from_wheel(key, wheels.take)
     path, digest = _loaded[key]
     name = f"{key}{store.SUFFIX}"
     try:
@@ -126,8 +128,11 @@ def find(key: str) -> Artifact | None:
     return store.parse(key, content)
 
 
-def backends() -> frozenset[tuple[str, tuple[int, ...]]]:
-    """The backends in loaded packs, and for each the version of the Triton that its kernels are
-    planned for."""
+def backends(arch: str | None = None) -> frozenset[tuple[str, tuple[int, ...]]]:
+    """The backends in loaded packs and in the installed wheel, and for each the version of the
+    Triton that its kernels are planned for. arch: without a wheel for another architecture."""
     load_default()
-    return _backends
+    if arch is None:
+        return _with_wheel
+    wheel = wheels.current()
+    return _backends if wheel is not None and arch != wheel.facts.arch else _with_wheel

@@ -100,6 +100,25 @@ def backward(problem: AttentionProblem) -> Buffers:
     return buffers
 
 
+def step(problem: AttentionProblem, tokens: int, rotary: str = "", rotary_dim: int = 0) -> Buffers:
+    """Inputs and outputs of a forward that first extends a cache, whose program counts the keys.
+
+    tokens: new keys of each sequence. rotary: "halves" or "pairs" are the rotated dims of which
+    queries and new keys have rotary_dim, all by default; "" is none.
+    """
+    buffers, make = forward(problem), ArraySpec.contiguous
+    buffers.pop("seqused_k", None)
+    for name, dim in (("k", problem.head_dim), ("v", problem.head_dim_v)):
+        buffers[f"{name}_new"] = make((problem.batch, tokens, problem.heads_k, dim), problem.dtype)
+    buffers["cache_seqlens"] = make((problem.batch,), "int32")
+    if rotary:
+        buffers["q_new"] = buffers.pop("q")
+        angles = (rotary_dim or problem.head_dim) // 2
+        for name in ("rotary_cos", "rotary_sin"):
+            buffers[name] = make((problem.seqlen_k, angles), problem.dtype)
+    return buffers
+
+
 def _kv_storage(problem: AttentionProblem) -> tuple[int, ...]:
     if problem.page_size:
         return problem.batch * _pages(problem), problem.page_size

@@ -45,8 +45,9 @@ def toolchain(device: torch.device | None = None) -> Toolchain:
     torch calls."""
     if device is None:
         device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    validated = validations.validated(device_spec(device))
-    return replace(_versions(), packs=packs.backends(), validated=validated)
+    spec = device_spec(device)
+    validated = validations.validated(spec)
+    return replace(_versions(), packs=packs.backends(spec.arch), validated=validated)
 
 
 @cache

@@ -7,7 +7,7 @@ import pytest
 
 from heedful.core.base.parsed import parsed
 from heedful.launch import record
-from heedful.launch.code import packs, store
+from heedful.launch.code import manifest, store
 
 DEEP = "[" * 100_000
 
@@ -28,7 +28,7 @@ def test_a_cache_entry_nested_too_deep_is_corrupt():
 
 def test_a_manifest_nested_too_deep_is_no_pack():
     with pytest.raises(ValueError, match="is not JSON"):
-        packs.read_manifest(DEEP.encode())
+        manifest.read_manifest(DEEP.encode())
 
 
 @pytest.mark.parametrize(

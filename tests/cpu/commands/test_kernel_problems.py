@@ -1,0 +1,91 @@
+"""Public calls need no kernel that the wheel's list of problems lacks."""
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+import kernel_problems
+from heedful import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from heedful.core.base.device import by_name
+from heedful.launch import prebuild, record
+from support.runs import standin
+
+H200, H100 = by_name("H200"), by_name("H100")
+
+
+def some(*shape: int, grad: bool = False) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16, requires_grad=grad)
+
+
+def trained(batch, tokens, heads_q, heads_k, dim, dim_v=None, **options) -> None:
+    rows = ((heads_q, dim), (heads_k, dim), (heads_k, dim_v or dim))
+    q, k, v = (some(batch, tokens, *row, grad=True) for row in rows)
+    out = flash_attn_func(q, k, v, **options)
+    out.backward(torch.zeros_like(out))
+
+
+def packed(lengths, heads_q, heads_k, dim, **options) -> None:
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    rows = ((heads_q, dim), (heads_k, dim), (heads_k, dim))
+    q, k, v = (some(sum(lengths), *row, grad=True) for row in rows)
+    longest = max(lengths)
+    out = flash_attn_varlen_func(q, k, v, starts, starts, longest, longest, **options)
+    out.backward(torch.zeros_like(out))
+
+
+def served(tokens, heads_q, heads_k, dim, page_size, appends=True, **options: Any) -> None:
+    storage = (4 * 4096 // page_size, page_size) if page_size else (4, 4096)
+    caches = [some(*storage, heads_k, dim) for _ in "kv"]
+    if page_size:
+        options["block_table"] = torch.zeros(4, 4096 // page_size, dtype=torch.int32)
+    if appends:
+        options |= {name: some(4, tokens, heads_k, dim) for name in "kv"}
+    lengths = torch.full((4,), 100, dtype=torch.int32)
+    q = some(4, tokens, heads_q, dim)
+    flash_attn_with_kvcache(q, caches[0], caches[1], cache_seqlens=lengths, causal=True, **options)
+
+
+CALLS = {
+    "Llama trains": lambda: trained(1, 2048, 32, 8, 128, causal=True),
+    "Qwen trains, 14 heads over 2": lambda: trained(2, 1000, 14, 2, 64, causal=True),
+    "BERT trains": lambda: trained(8, 512, 12, 12, 64),
+    "ViT trains": lambda: trained(8, 197, 12, 12, 64),
+    "DeepSeek trains": lambda: trained(1, 2048, 16, 16, 192, 128, causal=True),
+    "Gemma trains": lambda: trained(1, 2048, 16, 8, 256, causal=True, softcap=50.0),
+    "bits repeat": lambda: trained(1, 2048, 32, 8, 128, causal=True, deterministic=True),
+    "packed documents train": lambda: packed([700, 1, 1000], 32, 8, 128, causal=True),
+    "gpt-oss trains": lambda: packed(
+        [700, 300], 64, 8, 64, causal=True, window_size=(127, 0), sink=torch.zeros(64)
+    ),
+    "Llama decodes": lambda: served(1, 32, 8, 128, 0),
+    "Llama decodes from pages": lambda: served(1, 32, 8, 128, 256),
+    "Llama prefills pages": lambda: served(512, 32, 8, 128, 16),
+    "an engine decodes from pages": lambda: served(1, 32, 8, 128, 16, appends=False),
+    "gpt-oss decodes": lambda: served(1, 64, 8, 64, 16, window_size=(127, 0), sink=torch.zeros(64)),
+}
+
+
+@pytest.fixture(scope="module")
+def listed() -> set[str]:
+    groups = ("training", "models", "deterministic", "decode", "appending")
+    return set(prebuild.kernels(kernel_problems.entries(groups), [H200, H100])[0])
+
+
+@pytest.mark.parametrize("device", [H200, H100], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_models_need_no_kernel_that_is_not_listed(name, device, listed, tmp_path):
+    with standin.gpu(device.name), record.record(tmp_path / "list"):
+        CALLS[name]()
+    needed, _ = prebuild.kernels(record.load(tmp_path / "list"), [device])
+    assert needed
+    assert not [call.kernel.function for key, (call, _) in needed.items() if key not in listed]
+
+
+def test_an_unknown_group_is_named_with_those_that_there_are():
+    with pytest.raises(ValueError, match="no groups nothing: there are training,.*fp8"):
+        kernel_problems.entries(["nothing"])

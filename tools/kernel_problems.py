@@ -1,0 +1,197 @@
+"""The problems whose kernels are in the wheel: `entries()`, by groups.
+
+It is a list, not a product: the product of all features is some 37,000 kernels. A group says which
+calls it is of, over lengths between which plans change: few rows and many, one sequence and a
+batch, short and long, multiples of a tile and not.
+
+    python tools/kernel_problems.py [GROUP ...]    counts kernels of each group, compiles nothing
+"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "src")]
+
+from heedful.core.base.device import by_name  # noqa: E402
+from heedful.core.call.mask import MaskSpec  # noqa: E402
+from heedful.core.call.problem import LATENT_ROWS, AttentionProblem  # noqa: E402
+from heedful.launch.record import Entry  # noqa: E402
+
+BF16 = "bfloat16"
+FULL, CAUSAL = MaskSpec(), MaskSpec.of(True)
+# (batch, tokens): of training and prefill.
+TRAINED = ((4, 1024), (2, 4096), (1, 16384), (3, 1000), (1, 130), (16, 512))
+# (batch, tokens in the cache): of decode.
+CACHED = ((1, 1024), (1, 8192), (1, 131072), (8, 4096), (64, 8192), (256, 2048), (5, 777))
+GROUPS = ((32, 32), (32, 8), (64, 8))
+Facts = dict[str, Any]
+
+
+def windows(*sizes: int) -> list[MaskSpec]:
+    return [MaskSpec(size - 1, 0) for size in sizes]
+
+
+def dense(lengths: Iterable[tuple[int, int]], heads: tuple[int, int], **facts) -> Iterator[Facts]:
+    for batch, tokens in lengths:
+        yield {"batch": batch, "seqlen_q": tokens, "seqlen_k": tokens} | _heads(heads) | facts
+
+
+def packed(lengths: Iterable[tuple[int, int]], heads: tuple[int, int], **facts) -> Iterator[Facts]:
+    for one in dense(lengths, heads, **facts):
+        total = one["batch"] * one["seqlen_q"]
+        yield one | {"total_q": total, "total_k": total}
+
+
+def cached(new: Iterable[int], heads: tuple[int, int], page_size: int, **facts) -> Iterator[Facts]:
+    """Queries over a cache, whose lengths are on the device."""
+    for (batch, keys), tokens in product(CACHED, new):
+        sizes = {"batch": batch, "seqlen_q": tokens, "seqlen_k": keys, "used_k": True}
+        yield sizes | _heads(heads) | {"page_size": page_size} | facts
+
+
+def _heads(heads: tuple[int, int]) -> Facts:
+    return {"heads_q": heads[0], "heads_k": heads[1]}
+
+
+def _both(facts: Iterable[Facts]) -> Iterator[Entry]:
+    """With a gradient and without."""
+    for one in facts:
+        yield _entry(one)
+        for direction in ("forward", "backward"):
+            yield _entry(one | {"needs_grad": True}, direction)
+
+
+def _entry(facts: Facts, direction: str = "forward") -> Entry:
+    return Entry(AttentionProblem.dense(**facts), direction)
+
+
+def _step(facts: Facts, **appends) -> Entry:
+    return Entry.from_json({"problem": _as_json(facts), "direction": "step", "appends": appends})
+
+
+def _as_json(facts: Facts) -> Facts:
+    mask = facts.get("mask", FULL)
+    fields = {name: getattr(mask, name) for name in MaskSpec.__dataclass_fields__}
+    return facts | {"mask": fields}
+
+
+def training() -> Iterator[Entry]:
+    """Dense and packed, forward and backward."""
+    for dim, heads in product((64, 128), GROUPS):
+        for mask in (FULL, CAUSAL, *windows(128, 1024)):
+            for make in (dense, packed):
+                yield from _both(make(TRAINED, heads, head_dim=dim, mask=mask))
+    for dims, heads in (((96, 96), (32, 32)), ((256, 256), (16, 8)), ((192, 128), (16, 16))):
+        for mask in (FULL, CAUSAL, *windows(4096)):
+            for make in (dense, packed):
+                facts: Facts = {"head_dim": dims[0], "head_dim_v": dims[1], "mask": mask}
+                yield from _both(make(TRAINED, heads, **facts))
+
+
+def models() -> Iterator[Entry]:
+    """gpt-oss: sinks. Gemma: softcap."""
+    for mask in (CAUSAL, *windows(128)):
+        for make in (dense, packed):
+            yield from _both(make(TRAINED, (64, 8), head_dim=64, mask=mask, sink=True))
+    for dim, mask in product((128, 256), (CAUSAL, *windows(4096))):
+        yield from _both(dense(TRAINED, (16, 8), head_dim=dim, mask=mask, softcap=50.0))
+
+
+def deterministic() -> Iterator[Entry]:
+    for dim, heads, mask in product((64, 128), GROUPS[:2], (FULL, CAUSAL)):
+        for make in (dense, packed):
+            for one in make(TRAINED, heads, head_dim=dim, mask=mask):
+                yield _entry(one | {"needs_grad": True, "deterministic": True}, "backward")
+
+
+def masks() -> Iterator[Entry]:
+    """Masks as data: ranges of keys, one or two."""
+    for dim, ranges, mask in product((64, 128), (1, 2), (FULL, CAUSAL)):
+        facts = {"head_dim": dim, "mask": mask, "key_ranges": ranges}
+        yield from _both(dense(TRAINED, (32, 8), **facts))
+
+
+def decode() -> Iterator[Entry]:
+    """Steps over caches; speculative tokens; prefill into pages."""
+    for dim, heads, page in product((64, 128, 256), GROUPS, (0, 16, 64, 256)):
+        for one in cached((1, 4, 512), heads, page, head_dim=dim, mask=CAUSAL):
+            yield _entry(one)
+    for one in _of_gpt_oss((1, 512)):
+        yield _entry(one)
+
+
+def appending() -> Iterator[Entry]:
+    """Steps that write new keys into the cache first, rotated or not."""
+    for dim, page, tokens in product((64, 128), (0, 16, 64, 256), (1, 512)):
+        for one in cached((tokens,), (32, 8), page, head_dim=dim, mask=CAUSAL):
+            yield _step(one, tokens=tokens)
+            yield _step(one, tokens=tokens, rotary="halves")
+    for one in _of_gpt_oss((1, 512)):
+        yield _step(one, tokens=one["seqlen_q"])
+
+
+def _of_gpt_oss(new: Iterable[int]) -> Iterator[Facts]:
+    for page, mask in product((0, 16, 64), (CAUSAL, *windows(128))):
+        yield from cached(new, (64, 8), page, head_dim=64, mask=mask, sink=True)
+
+
+def quantised() -> Iterator[Entry]:
+    for dim, page in product((64, 128), (0, 16, 64)):
+        facts: Facts = {"head_dim": dim, "mask": CAUSAL, "kv_dtype": "float8_e4m3fn"}
+        for one in cached((1, 4, 512), (32, 8), page, **facts):
+            yield _entry(one)
+    for kv, page in product(("int8", "int4"), (0, 16)):
+        facts = {"head_dim": 128, "mask": CAUSAL, "kv_dtype": kv, "kv_group": 128}
+        for one in cached((1,), (32, 8), page, **facts):
+            yield _entry(one)
+
+
+def latent() -> Iterator[Entry]:
+    """MLA, over latents of 16 bits, e4m3 and FlashMLA's rows."""
+    for heads, page, kv in product(
+        (16, 32, 64, 128), (0, 64), (BF16, "float8_e4m3fn", LATENT_ROWS)
+    ):
+        facts: Facts = {"head_dim": 576, "head_dim_v": 512, "v_in_k": True, "kv_dtype": kv}
+        for one in cached((1, 2), (heads, 1), page, mask=CAUSAL, **facts):
+            yield _entry(one)
+
+
+def fp8() -> Iterator[Entry]:
+    for dim, mask, heads in product((64, 128), (FULL, CAUSAL), GROUPS[:2]):
+        for one in dense(TRAINED, heads, head_dim=dim, mask=mask, dtype="float8_e4m3fn"):
+            yield _entry(one)
+
+
+ALL = (training, models, deterministic, masks, decode, appending, quantised, latent, fp8)
+
+
+def entries(names: Iterable[str] | None = None) -> list[Entry]:
+    """The problems of some groups, of all by default. Raises ValueError for an unknown one."""
+    groups = {group.__name__: group for group in ALL}
+    chosen = [*names] if names else [*groups]
+    unknown = sorted(set(chosen) - set(groups))
+    if unknown:
+        raise ValueError(f"no groups {', '.join(unknown)}: there are {', '.join(groups)}")
+    return [entry for name in chosen for entry in groups[name]()]
+
+
+def count(names: Iterable[str] | None = None) -> None:
+    """Prints how many kernels each group has, and how many that no group before has."""
+    from heedful.launch.prebuild import kernels
+
+    seen: set[str] = set()
+    for group in ALL:
+        if names and group.__name__ not in names:
+            continue
+        keys, _ = kernels(group(), [by_name("H200"), by_name("H100")])
+        sys.stdout.write(f"{group.__name__:14} {len(keys):5} {len(keys.keys() - seen):5} new\n")
+        sys.stdout.flush()
+        seen |= keys.keys()
+    sys.stdout.write(f"{'all':14} {len(seen):5}\n")
+
+
+if __name__ == "__main__":
+    count(sys.argv[1:] or None)

@@ -1,0 +1,136 @@
+"""Builds the wheel of compiled kernels: python tools/kernel_wheel.py VENV FOLDER, `make kernels`.
+
+It compiles every kernel that the problems of `kernel_problems.py` need, into this user's cache, and
+puts the machine code, without PTX, with a manifest into a package of data. VENV has what builds
+wheels. The same commit gives the same bytes, and what did not change is not compiled again.
+--cuda 12: the set for older drivers, by the assembler that TRITON_PTXAS_BLACKWELL_PATH names.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
+
+import heedful  # noqa: E402
+import kernel_problems  # noqa: E402
+from heedful.core.base.device import by_name  # noqa: E402
+from heedful.launch.code.manifest import WheelFacts  # noqa: E402
+from heedful.launch.code.wheels import NAMES  # noqa: E402
+from heedful.launch.prebuild import prebuild  # noqa: E402
+from heedful.launch.record import Entry  # noqa: E402
+
+ARCH = "sm_90"
+# Plans may differ between them, kernels do for few problems.
+DEVICES = [by_name("H200"), by_name("H100")]
+MOST_BYTES = 90 * 10**6
+# It is data, for every machine that has such a GPU.
+TAG = "py3-none-manylinux_2_17_x86_64.manylinux_2_17_aarch64"
+PROJECT = """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "{name}"
+version = "{version}"
+description = "Compiled kernels of heedful {version} for sm_90 (H100, H200), drivers of CUDA {cuda}"
+readme = "README.md"
+license = "MIT"
+license-files = ["LICENSE"]
+requires-python = ">=3.11"
+
+[project.urls]
+Source = "https://github.com/heedful/heedful"
+
+[tool.hatch.build.targets.wheel]
+packages = ["{module}"]
+
+[tool.hatch.build.targets.wheel.hooks.custom]
+"""
+HOOK = """\
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class Tag(BuildHookInterface):
+    def initialize(self, version, build_data):
+        build_data["tag"] = "{tag}"
+"""
+README = """\
+Kernels that [heedful](https://github.com/heedful/heedful) {version} would otherwise compile at
+first use, for NVIDIA's H100 and H200 and drivers that serve CUDA {cuda}. It holds machine code and
+no Python code; `pip install "heedful[kernels]"` installs it, and heedful finds it.
+"""
+
+
+def build(venv: Path, folder: Path, entries: list[Entry], cuda: int, jobs: int) -> Path:
+    """The wheel. Raises ValueError if its kernels need another CUDA than it is to be for."""
+    module = next(name for name in NAMES if ("cu12" in name) == (cuda == 12))
+    name = module.replace("_", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as made:
+        root = Path(made)
+        facts = WheelFacts(heedful.__version__, ARCH, cuda)
+        count = prebuild(entries, DEVICES, root / module, jobs, progress=_say, wheel=facts)
+        (root / module / "__init__.py").write_text(f'"""Compiled kernels of heedful, {ARCH}."""\n')
+        words = {"name": name, "module": module, "version": heedful.__version__, "cuda": cuda}
+        (root / "pyproject.toml").write_text(PROJECT.format(**words))
+        (root / "hatch_build.py").write_text(HOOK.format(tag=TAG))
+        (root / "README.md").write_text(README.format(**words))
+        shutil.copy(ROOT / "LICENSE", root)
+        for path in (root, root / module):
+            path.chmod(0o755)
+        for path in root.rglob("*.*"):
+            path.chmod(0o644)
+        for old in folder.glob(f"{module}-*.whl"):
+            old.unlink()
+        command = (venv / "bin/python", "-m", "build", "--wheel", "--no-isolation")
+        time = os.environ.get("SOURCE_DATE_EPOCH") or _time_of_commit()
+        subprocess.run(
+            [*command, "--outdir", folder, root],
+            env=os.environ | {"SOURCE_DATE_EPOCH": time},
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+        (wheel,) = folder.glob(f"{module}-{heedful.__version__}-*.whl")
+    size = wheel.stat().st_size
+    sys.stdout.write(f"kernels: {count} kernels, {size / 1e6:.1f} MB, {wheel}\n")
+    if size > MOST_BYTES:
+        raise ValueError(f"{wheel} has {size} bytes, at most {MOST_BYTES} may be uploaded")
+    return wheel
+
+
+def _say(done: int, total: int, name: str) -> None:
+    if done % 50 == 0 or done == total:
+        sys.stdout.write(f"kernels: {done} of {total}\n")
+        sys.stdout.flush()
+
+
+def _time_of_commit() -> str:
+    command = ("git", "log", "-1", "--format=%ct")
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("venv", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--cuda", type=int, choices=(12, 13), default=13)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--groups", nargs="*", help="those of kernel_problems.py alone")
+    parser.add_argument("--list", action="store_true", help="count kernels, compile nothing")
+    given = parser.parse_args()
+    if given.list:
+        kernel_problems.count(given.groups)
+        return
+    entries = kernel_problems.entries(given.groups)
+    build(given.venv, given.folder, entries, given.cuda, given.jobs)
+
+
+if __name__ == "__main__":
+    main()
