@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -200,7 +201,11 @@ def test_a_relative_bias_compiles_for_sm_90_without_spills(direction):
 def test_kernels_of_invariant_numerics_fit(arch):
     """Their tiles are one for all options: some need local memory, between parts."""
     device = by_name(arch)
-    for seqlen_q, facts in ((4096, {"causal": True}), (1, {"used_k": True, "page_size": 16})):
+    calls: tuple[tuple[int, dict[str, Any]], ...] = (
+        (4096, {"causal": True}),
+        (1, {"used_k": True, "page_size": 16}),
+    )
+    for seqlen_q, facts in calls:
         problem = AttentionProblem.dense(8, seqlen_q, 20000, 32, invariant=True, **facts)
         for call in program(plan(problem, device), "forward").calls:
             assert compile_now(call, arch).shared_bytes <= device.shared_bytes

@@ -76,10 +76,10 @@ def test_deterministic_gradients_are_the_same_bits_dense_and_packed_in_any_batch
         batch = [t.view(-1, length, *t.shape[1:]) for t in x]
         return heedful.flash_attn_func(*batch, **options).flatten(0, 1)
 
-    def packed(*x):
+    def packed(q, k, v):
         ends = torch.tensor([0, 77, 77 + length, 577 + length], device="cuda", dtype=torch.int32)
-        lengths = ends, ends, max(500, length) + 5, max(500, length)
-        return heedful.flash_attn_varlen_func(*x, *lengths, **options)
+        longest = max(500, length)
+        return heedful.flash_attn_varlen_func(q, k, v, ends, ends, longest + 5, longest, **options)
 
     alone = gradients(dense, own, 0, 0)
     for call, before, after in ((dense, length, length), (packed, 77, 500)):

@@ -75,7 +75,8 @@ def lists_of(entries: torch.Tensor, side: int, is_plain: bool) -> Lists:
     """entries: as BlockLists has them."""
     b, h, m = map(Scalar, entries.stride()[:3])
     lists, bits = Pointer("lists", "int32"), Pointer("bits", "int32")
-    return Lists(BlockLists(lists, bits, b, h, m, Scalar(WIDTH), Scalar(POOL), side, is_plain))
+    width, pool, tiles = map(Scalar, (WIDTH, POOL, TILES))
+    return Lists(BlockLists(lists, bits, b, h, m, width, pool, tiles, side, is_plain))
 
 
 def drawn_lists() -> torch.Tensor:

@@ -89,11 +89,12 @@ def tiles(config: PortablePartsConfig = TILES, units: int = 132):
 def planted(folder: Path, right: str, wrong: str):
     """`tiles` with kernels in whose source this stands in place of what is right."""
     package, _, name = KERNELS.rpartition(".")
-    source = Path(importlib.import_module(KERNELS).__file__).read_text()
+    source = Path(str(importlib.import_module(KERNELS).__file__)).read_text()
     assert right in source
     file = folder / f"{name}.py"
     file.write_text(source.replace(right, wrong))
     spec = importlib.util.spec_from_file_location(KERNELS, file)
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     with (

@@ -85,7 +85,7 @@ def _unaligned(spec: ArraySpec) -> ArraySpec:
 def deciding(problem, arrays, device, backend: str | None) -> dict[str, tuple]:
     """By kernel, all that decides bits."""
     chosen = plan(problem, device, backend=backend)
-    found = {"plan": (chosen.variant_of("forward").label,)}
+    found: dict[str, tuple] = {"plan": (chosen.variant_of("forward").label,)}
     for call in program(chosen, "forward", arrays).calls:
         wanted = DECIDING.get(call.kernel.function, ())
         constants = [(name.rpartition(".")[2], value) for name, value in call.constants.items()]
@@ -167,7 +167,11 @@ def test_the_hopper_forward_is_asked_by_name_alone_until_it_has_run():
     assert plan(problem, by_name("H200")).backend == "portable"
     chosen = plan(problem, by_name("H200"), backend="hopper")
     assert (chosen.backend, chosen.level) == ("hopper", "compile-only")
-    for facts, words in (({"alibi": True}, "ALiBi"), ({"aligned": False}, "off 16 bytes")):
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"alibi": True}, "ALiBi"),
+        ({"aligned": False}, "off 16 bytes"),
+    )
+    for facts, words in cases:
         with pytest.raises(ValueError, match=words):
             plan(
                 AttentionProblem.dense(**PLAIN, **facts, invariant=True),
@@ -197,7 +201,9 @@ def test_deterministic_gradients_have_one_way_for_each_head_dim(dims):
     found, rng = set(), random.Random(str(dims))
     for _ in range(60):
         seqlen = rng.choice((64, 1000, 9000))
-        facts = {"total_q": 9000, "total_k": 9000} if rng.random() < 0.5 else {}
+        facts: dict[str, Any] = {}
+        if rng.random() < 0.5:
+            facts |= {"total_q": 9000, "total_k": 9000}
         batch, heads = rng.choice((1, 3, 64)), rng.choice((1, 8))
         facts |= {"head_dim": dims[0], "head_dim_v": dims[1], "causal": True, "invariant": True}
         problem = AttentionProblem.dense(
