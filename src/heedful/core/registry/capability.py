@@ -345,7 +345,9 @@ def _hopper_backward(name: str, features: set[str], max_dim: int, *more: Gate) -
             *(*_TMA_GATES, gates.aligned_draws, gates.near_softcap),
             *(gates.lists_of_the_hopper_backward, *more),
         ),
-        unrun=frozenset() if name == "backward" else frozenset({"block_mask", "dropout"} & features),
+        unrun=frozenset()
+        if name == "backward"
+        else frozenset({"block_mask", "dropout"} & features),
     )
 
 
