@@ -80,8 +80,10 @@ def test_every_row_of_the_config_table_is_met(kernel):
     met = {id(configs.choose(kernel, p.problem, p.device)) for p in chosen if kernel in p.configs}
     assert met
     rows = [row for row in configs.ROWS if row.kernel == kernel]
-    # Those that convert stored keys are met by tests/compile/hopper/test_converting.py.
+    # Those that convert stored keys are met by tests/compile/hopper/test_converting.py, those of
+    # numerics="invariant" by tests/pure/core/planning/test_invariant_plans.py.
     unmet = [row for row in rows if id(row) not in met and not stored_stages(row.config)]
+    unmet = [row for row in unmet if not getattr(row.when, "__name__", "").startswith("invariant")]
     assert not unmet
 
 

@@ -19,6 +19,7 @@ from heedful.launch.code.artifact import lay_out
 from heedful.launch.foreign import TensorMapParameter, describe
 from heedful.launch.prebuild import kernels, prebuild
 from heedful.launch.program.programs import program
+from support.packs import forget
 
 PROBLEM = AttentionProblem.dense(1, 128, 128, 8, head_dim=64, return_lse=True)
 
@@ -28,8 +29,7 @@ def fresh(tmp_path, monkeypatch):
     """A process that has neither compiled nor loaded anything, with a disk cache of its own."""
     monkeypatch.setenv("HEEDFUL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(compiler, "_artifacts", {})
-    monkeypatch.setattr(packs, "_loaded", {})
-    monkeypatch.setattr(packs, "_backends", set())
+    forget(monkeypatch)
     compiler.counters.clear()
     return tmp_path
 

@@ -19,6 +19,7 @@ from heedful.launch.code import manifest, packs, store
 from heedful.launch.code.cache import DiskCache
 from heedful.launch.code.folder import Folder
 from support.artifacts import artifact
+from support.packs import forget
 
 GIB = 1 << 30
 
@@ -384,9 +385,7 @@ def test_a_process_killed_while_compiling_blocks_nobody(tmp_path):
 
 @pytest.fixture
 def no_packs(monkeypatch):
-    monkeypatch.setattr(packs, "_loaded", {})
-    monkeypatch.setattr(packs, "_backends", frozenset())
-    monkeypatch.setattr(packs, "_with_wheel", frozenset())
+    forget(monkeypatch)
 
 
 def test_a_pack_gives_back_what_was_put_in(tmp_path, no_packs):

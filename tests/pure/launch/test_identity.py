@@ -17,6 +17,7 @@ from heedful.launch import compiler
 from heedful.launch.code import identity, packs
 from heedful.launch.code.artifact import Artifact
 from heedful.launch.spec import KernelCall, KernelRef, Pointer, Scalar, TensorMap
+from support.packs import forget
 
 CALL = KernelCall(
     KernelRef("heedful.kernels.portable.forward.combine", "combine"),
@@ -48,8 +49,7 @@ def compiles(tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith(identity._TOLD)]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(compiler, "_artifacts", {})
-    monkeypatch.setattr(packs, "_loaded", {})
-    monkeypatch.setattr(packs, "_backends", set())
+    forget(monkeypatch)
     compiled_by(monkeypatch, "3.9.0")
 
     def compile_artifact(call, arch):

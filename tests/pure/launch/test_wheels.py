@@ -13,6 +13,7 @@ from heedful.core.base.installed import served_cuda
 from heedful.launch.code import packs, wheels
 from heedful.launch.code.manifest import MANIFEST, WheelFacts
 from support.artifacts import artifact
+from support.packs import forget
 
 FACTS = WheelFacts(heedful.__version__, "sm_90", 13)
 BACKENDS = {"hopper": "3.9.0", "portable": "3.9.0"}
@@ -25,8 +26,7 @@ def site(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     for name, value in (("_looked", False), ("_current", None), ("_read", {})):
         monkeypatch.setattr(wheels, name, value)
-    for name, value in (("_loaded", {}), ("_backends", frozenset()), ("_with_wheel", frozenset())):
-        monkeypatch.setattr(packs, name, value)
+    forget(monkeypatch)
     packs.load_default.cache_clear()
     monkeypatch.setattr(wheels, "served_cuda", lambda: 13)
     yield tmp_path

@@ -17,7 +17,7 @@ import torch
 import heedful
 from heedful.core.base import forks
 from heedful.core.base.arrays import ArraySpec
-from heedful.core.base.device import KNOWN
+from heedful.core.base.device import KNOWN, by_name
 from heedful.core.call.operands import Operands
 from heedful.core.planning.sizes import Workspace
 from heedful.launch import validations
@@ -365,7 +365,7 @@ def test_a_cpu_has_as_many_units_as_torch_has_threads_and_others_are_refused(thr
 def test_without_a_device_the_first_gpu_or_the_cpu_is_meant(available, monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    monkeypatch.setattr(device, "device_spec", asked.append)
+    monkeypatch.setattr(device, "device_spec", lambda d: asked.append(d) or by_name("H200"))
     monkeypatch.setattr(validations, "validated", lambda spec: frozenset({"x"}))
     found = device.toolchain()
     assert asked == [torch.device("cuda:0" if available else "cpu")]
