@@ -38,7 +38,7 @@ def backward_autograd(run, keyset, *args):
 
 
 def inference_autograd(op, options: Options, args: tuple):
-    """The rule of an overload of heedful::inference_v4 under transforms and tracers. options: those
+    """The rule of an overload of heedful::inference_v6 under transforms and tracers. options: those
     of this call. args: all its arguments.
     """
     _refuse_tangents(args)

@@ -25,9 +25,9 @@ def attention_vmap(info, in_dims, *args):
 
 @untraced
 def prefixed_vmap(info, in_dims, *args):
-    """The rule of heedful::prefixed_attention_v5."""
+    """The rule of heedful::prefixed_attention_v6."""
     x, options, _ = split(args[2:])
-    op, size = torch.ops.heedful.prefixed_attention_v5.default, info.batch_size
+    op, size = torch.ops.heedful.prefixed_attention_v6.default, info.batch_size
     dims = Operands._make(in_dims[2 : 2 + len(x)])
     if in_dims[:2] != (None, None) or not _joins(x, dims, options):
         return _one_by_one(op, size, in_dims, args)
@@ -39,7 +39,7 @@ def prefixed_vmap(info, in_dims, *args):
 
 @untraced
 def inference_vmap(op, info, in_dims, *args):
-    """The rule of an overload of heedful::inference_v4, whose results do not depend on an entry's
+    """The rule of an overload of heedful::inference_v6, whose results do not depend on an entry's
     place in the batch."""
     folded = [_fold(t, dim, info.batch_size) for t, dim in zip(args[:3], in_dims, strict=False)]
     sizes = info.batch_size, _batch(args[0], in_dims[0])

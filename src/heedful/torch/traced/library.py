@@ -60,8 +60,8 @@ _TYPES = {
 }
 _OPTIONS = ", ".join(f"{_TYPES[name]} {name}" for name in Options._fields)
 
-# torch.compile keeps its code on disk under the names of operators: another schema needs another
-# name. So does `inference`, whose code calls attention under a transform.
+# torch.compile keeps its code on disk under the names of operators that Dynamo saw: another schema
+# needs another name. So do the operators whose code calls attention, which are of its number.
 LIBRARY = torch.library.Library("heedful", "DEF")
 _SCHEMAS = (
     f"attention_v6({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
@@ -70,7 +70,7 @@ _SCHEMAS = (
     f" {_OPTIONS}, bool bias_grad, bool kv_grad)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink, Tensor drel_bias)",
     # A cache that is not extended, and a prefix before it: see api/prefix.py.
-    f"prefixed_attention_v5(Tensor k_prefix, Tensor v_prefix, {_OPERANDS}, {_OPTIONS})"
+    f"prefixed_attention_v6(Tensor k_prefix, Tensor v_prefix, {_OPERANDS}, {_OPTIONS})"
     " -> (Tensor out, Tensor lse)",
     # A second derivative, which raises when it is computed: it can be traced where it is not
     # wanted.
@@ -80,8 +80,8 @@ _SCHEMAS = (
     # Dense attention of which only the output is wanted. The dispatcher's time for each argument is
     # a tenth of a call's. So inference does not pass 34 arguments, and only four if all others have
     # their defaults.
-    "inference_v4(Tensor q, Tensor k, Tensor v, bool causal=False) -> Tensor out",
-    "inference_v4.options(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal,"
+    "inference_v6(Tensor q, Tensor k, Tensor v, bool causal=False) -> Tensor out",
+    "inference_v6.options(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal,"
     " int[] window_size, float softcap, int num_splits, str? backend) -> Tensor out",
 )
 for _schema in _SCHEMAS:
@@ -99,7 +99,7 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
             take_shards()
     if x is None:
         if out is None and seed is None and is_compiling() and _is_usual(q, k, v, options):
-            return torch.ops.heedful.inference_v4.default(q, k, v, options.causal)
+            return torch.ops.heedful.inference_v6.default(q, k, v, options.causal)
         x = Operands(q, k, v)
     check_tensors(x, options)
     plain, seed = plain_options(options), plain_seed(seed, x.q.device)
@@ -122,7 +122,7 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
         check_own_out(out, x.q, wants_grad)
         check_out(*map(abstract_spec, (out, x.q, x.v)))
     if out is None and not wants_grad and _is_bare(x, plain):
-        return torch.ops.heedful.inference_v4.options(*x[:3], *_inference_arguments(plain))
+        return torch.ops.heedful.inference_v6.options(*x[:3], *_inference_arguments(plain))
     result, lse, probs = torch.ops.heedful.attention_v6.default(*x, *plain, wants_grad)
     if out is not None:
         if out.dtype != result.dtype:
@@ -275,7 +275,7 @@ def _attention_fake(*args):
     )
 
 
-# Arguments of heedful::inference_v4.options after v: all others have their defaults.
+# Arguments of heedful::inference_v6.options after v: all others have their defaults.
 _INFERENCE = ("softmax_scale", "causal", "window_size", "softcap", "num_splits", "backend")
 
 
@@ -295,8 +295,8 @@ def _usual_options(causal=False) -> Options:
     return _USUAL[causal]
 
 
-# By overload of inference_v4: what makes Options from its arguments after q, k and v.
-_OVERLOADS = {"inference_v4": _usual_options, "inference_v4.options": _inference_options}
+# By overload of inference_v6: what makes Options from its arguments after q, k and v.
+_OVERLOADS = {"inference_v6": _usual_options, "inference_v6.options": _inference_options}
 
 
 def _made(q, k, v, x: Operands, options: Options, out, seed):
@@ -429,6 +429,6 @@ for _name, _options_of in _OVERLOADS.items():
     torch.library.register_vmap(f"heedful::{_name}", partial(inference_vmap, _op))
 for _device in ("cpu", "cuda"):
     # q, k, v and the bias of the one; q, k, v of the others.
-    for _name, _tensors in (("attention_v6", 4), ("inference_v4", 3), ("inference_v4.options", 3)):
+    for _name, _tensors in (("attention_v6", 4), ("inference_v6", 3), ("inference_v6.options", 3)):
         _cast = _autocasting(_name, _tensors, _device)
         LIBRARY.impl(_name, _cast, f"Autocast{_device.upper()}")

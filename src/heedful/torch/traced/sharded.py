@@ -235,7 +235,7 @@ def attend(op, args: tuple):
 
 
 def infer(op, x: Operands, options: Options, rest: tuple):
-    """An overload of heedful::inference_v4, of q, k, v and the rest, of DTensors."""
+    """An overload of heedful::inference_v6, of q, k, v and the rest, of DTensors."""
     spread = Spread(x, options, (False, False))
     out = op(*spread.operands(x)[:3], *rest)
     return spread.whole("out", out, spread.problem.out_shape)

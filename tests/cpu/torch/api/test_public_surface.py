@@ -9,6 +9,7 @@ After a change that is meant:
 import importlib
 import inspect
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -42,3 +43,10 @@ def test_names_for_pytorch_are_those_of_heedful_torch():
     assert set(module.__all__) == {n for n, m in package._PUBLIC.items() if m == module.__name__}
     for name in module.__all__:
         assert getattr(package, name) is getattr(module, name)
+
+
+def test_operators_whose_code_calls_attention_have_its_number():
+    """Else torch.compile's cache of an older heedful gives code that calls what is not there."""
+    names = re.findall(r"^torch\.ops\.heedful::(\w+)_v(\d+)", GOLDEN.read_text(), re.MULTILINE)
+    assert {name for name, _ in names} == {"attention", "inference", "prefixed_attention"}
+    assert len({number for _, number in names}) == 1

@@ -145,7 +145,7 @@ def test_no_gradient_is_recorded_of_a_step():
     given["q"].requires_grad_()
     with Onlooker() as onlooker:
         assert not heedful.flash_attn_with_kvcache(**given).requires_grad
-    assert onlooker.seen[-1] in ("inference_v4.options", "attention_v6")
+    assert onlooker.seen[-1] in ("inference_v6.options", "attention_v6")
 
 
 def tensors(grad: bool = False) -> list[torch.Tensor]:
@@ -198,7 +198,7 @@ def test_a_dense_call_is_the_eager_one_and_so_are_its_gradients(name, grad):
     bare = not grad and not set(keywords) - {
         *("causal", "window_size", "softmax_scale", "softcap", "num_splits", "backend")
     }
-    forward = "inference_v4.options" if bare else "attention_v6"
+    forward = "inference_v6.options" if bare else "attention_v6"
     assert onlooker.seen == [forward, *(["attention_v6_backward"] if grad else [])]
 
 

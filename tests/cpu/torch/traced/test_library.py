@@ -219,7 +219,7 @@ def test_the_operator_passes_opcheck(kind):
     [("default", ()), ("default", (True,)), ("options", (0.3, True, (2, 0), 1.5, 1, "cpu"))],
 )
 def test_the_inference_operators_pass_opcheck(overload, options):
-    op = getattr(torch.ops.heedful.inference_v4, overload)
+    op = getattr(torch.ops.heedful.inference_v6, overload)
     torch.library.opcheck(op, (*dense(grad=False), *options))
 
 
@@ -241,17 +241,17 @@ def test_a_compiled_call_for_the_output_alone_passes_few_arguments():
     q, k, v = dense(grad=False)
     causal = partial(heedful.flash_attn_func, causal=True)
     for function in (heedful.flash_attn_func, causal):
-        assert "heedful.inference_v4.default" in graph_of(function, q, k, v)
-        assert "heedful.inference_v4" not in graph_of(function, *dense())
+        assert "heedful.inference_v6.default" in graph_of(function, q, k, v)
+        assert "heedful.inference_v6" not in graph_of(function, *dense())
     capped = partial(heedful.flash_attn_func, softcap=2.0)
-    assert "heedful.inference_v4.options" in graph_of(capped, q, k, v)
+    assert "heedful.inference_v6.options" in graph_of(capped, q, k, v)
     others: list[dict[str, Any]] = [
         {"return_lse": True},
         {"sink": torch.zeros(4)},
         {"dropout_p": 0.5},
     ]
     for more in others:
-        assert "heedful.inference_v4" not in graph_of(
+        assert "heedful.inference_v6" not in graph_of(
             partial(heedful.flash_attn_func, **more), q, k, v
         )
 
@@ -266,7 +266,7 @@ def test_the_inference_operator_runs_under_vmap_and_autocast_when_compiled():
     assert_same(compiled(torch.func.vmap(attention))(*many), torch.func.vmap(attention)(*many))
     with torch.autocast("cpu", torch.bfloat16):
         assert_same(compiled(attention)(q, k, v), attention(q, k, v))
-        low = torch.ops.heedful.inference_v4(q, k, v)
+        low = torch.ops.heedful.inference_v6(q, k, v)
     assert low.dtype == torch.bfloat16
 
 
