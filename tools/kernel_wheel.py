@@ -123,11 +123,7 @@ def main() -> None:
     parser.add_argument("--cuda", type=int, choices=(12, 13), default=13)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--groups", nargs="*", help="those of kernel_problems.py alone")
-    parser.add_argument("--list", action="store_true", help="count kernels, compile nothing")
     given = parser.parse_args()
-    if given.list:
-        kernel_problems.count(given.groups)
-        return
     entries = kernel_problems.entries(given.groups)
     build(given.venv, given.folder, entries, given.cuda, given.jobs)
 

@@ -126,7 +126,16 @@ def more_facts(folder):
     path.write_text(json.dumps(told))
 
 
-@pytest.mark.parametrize("damage", [no_manifest, newer_format, no_wheel, more_facts])
+def a_number_in_words(folder):
+    path = folder / MANIFEST
+    told = json.loads(path.read_text())
+    told["wheel"]["cuda"] = "thirteen"
+    path.write_text(json.dumps(told))
+
+
+@pytest.mark.parametrize(
+    "damage", [no_manifest, newer_format, no_wheel, more_facts, a_number_in_words]
+)
 def test_a_wheel_without_a_good_manifest_is_left_out_with_one_warning(site, damage):
     damage(install(site))
     with pytest.warns(RuntimeWarning, match="not used: .*manifest.json") as said:

@@ -21,6 +21,10 @@ class WheelFacts:
     arch: str
     cuda: int
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.cuda, int):
+            raise TypeError(f"cuda must be an int, got {self.cuda!r}")
+
 
 @dataclass(frozen=True)
 class Manifest:

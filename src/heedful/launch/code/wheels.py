@@ -72,8 +72,10 @@ def has(key: str) -> bool:
 def take(key: str) -> Artifact | None:
     """The wheel's artifact of a kernel key. None where it has none; if a file is damaged, from then
     on for every key, and one warning says so."""
-    if key in _read:
-        return _read.pop(key)
+    # In one step: another thread may take the same kernel.
+    ahead = _read.pop(key, None)
+    if ahead is not None:
+        return ahead
     wheel = current()
     if wheel is None or key not in wheel.manifest.digests:
         return None
