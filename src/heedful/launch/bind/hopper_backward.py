@@ -147,7 +147,8 @@ def _visits(problem: AttentionProblem, config: HopperBackwardConfig, buffers: Bu
     heads = problem.heads_k if keys.steps[1] else 1
     boxes = max(1, config.block_n // problem.block_mask)
     blocks = ceil_div(keys.shape[2] * problem.block_mask, config.block_n)
-    visits = (keys.shape[-1] - 2) // 2 * boxes * _list_heads(problem, buffers)
+    steps = problem.block_mask // config.block_m
+    visits = (keys.shape[-1] - 2) // 2 * steps * boxes * _list_heads(problem, buffers)
     numbers = 2 + visits * (1 + boxes)
     return Workspace.of("visits", batch, heads, blocks, numbers, dtype="int32")
 
@@ -182,6 +183,7 @@ def _list_visits_call(
         "mask": groups.mask(problem, buffers)._replace(
             blocks=groups.block_lists(problem, buffers, "block_keys")
         ),
+        "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
     }
     grid = (batch * heads * blocks, 1, 1)

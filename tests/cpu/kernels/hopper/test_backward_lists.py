@@ -4,6 +4,7 @@ which a thread hides probabilities, both run as Python."""
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,6 +41,7 @@ CASES = [
     replace(BASE, seqlen_q=2400, seqlen_k=130, block_mask=64, ranges_of="h"),
     replace(BASE, seqlen_q=600, varlen="qk", batch=4, block_mask=64, ranges_of="", causal=True),
     replace(BASE, varlen="qk", batch=3, ranges_of="bh"),
+    replace(BASE, seqlen_q=300, seqlen_k=129, ranges_of="bh"),
     replace(BASE, head_dim=256, ranges_of="h", causal=True),
     replace(BASE, head_dim=192, head_dim_v=128, block_mask=64, ranges_of="bh"),
 ]
@@ -54,8 +56,8 @@ def bits_in(pool: np.ndarray, index: int) -> np.ndarray:
     return shown.reshape(side, side) != 0
 
 
-def stored_visits(built) -> np.ndarray:
-    """(batch, KV heads, key tiles, numbers) as list_visits stores them."""
+def stored_visits(built) -> tuple[np.ndarray, int]:
+    """(batch, KV heads, key tiles, numbers) as list_visits stores them, and queries of a visit."""
     problem = built.problem
     chosen = plan(problem, by_name("H200"), backend="hopper")
     arrays = buffers.backward(problem)
@@ -67,7 +69,8 @@ def stored_visits(built) -> np.ndarray:
     (shape,) = (w.buffer.shape for w in whole.workspaces if w.name == "visits")
     made = {"visits": torch.full(shape, -77, dtype=torch.int32)}
     interpret(Program((call,), ()), x | made)
-    return made["visits"].numpy()
+    step: Any = call.constants["BLOCK_M"]
+    return made["visits"].numpy(), step
 
 
 @interpreted
@@ -75,7 +78,8 @@ def stored_visits(built) -> np.ndarray:
 def test_visits_show_what_the_mask_shows_and_those_without_a_mask_all(case):
     built = build(case)
     x = operands_as_numpy(built.x)
-    visits, pool, side = stored_visits(built), np.asarray(x.block_bits), case.block_mask
+    visits, step = stored_visits(built)
+    pool, side = np.asarray(x.block_bits), case.block_mask
     keys = 64 if case.head_dim > 128 else KEYS
     boxes = max(1, keys // side)
     own = 2 if "h" in case.ranges_of else 1
@@ -92,9 +96,12 @@ def test_visits_show_what_the_mask_shows_and_those_without_a_mask_all(case):
                 for place, (entry, *bits) in enumerate(entries.tolist()):
                     if entry % own != h % own:
                         continue
-                    rows = slice(entry // own * side, (entry // own + 1) * side)
-                    first = block * keys % side
-                    found = np.concatenate([bits_in(pool, i) for i in bits], 1)[:, first:]
+                    row = entry // own * step
+                    # Sums of dQ end with the tile of the last query.
+                    assert row < seq.len_q
+                    rows, first = slice(row, row + step), block * keys % side
+                    found = np.concatenate([bits_in(pool, i) for i in bits], 1)
+                    found = found[row % side : row % side + step, first:]
                     cols = slice(block * keys, (block + 1) * keys)
                     part = shown[rows, cols]
                     found = found[: part.shape[0], : part.shape[1]]
@@ -115,14 +122,13 @@ def test_numbers_that_are_no_list_stay_within_the_queries_the_pool_and_the_room(
         keys = built.x.block_keys
         odd = rng.choice([-(2**31), 2**31 - 1, -1, 0, 1, 2, 40], tuple(keys.shape))
         keys.copy_(torch.from_numpy(odd.astype(np.int32)))
-        visits = stored_visits(built)
+        visits, step = stored_visits(built)
         boxes = KEYS // side
-        tiles = -(-case.seqlen_q // side)
         for count, masked, *numbers in visits.reshape(-1, visits.shape[-1]).tolist():
             assert 0 <= masked <= count and count * (1 + boxes) <= len(numbers)
             for i in range(count):
                 entry, *bits = numbers[i * (1 + boxes) :][: 1 + boxes]
-                assert 0 <= entry < 2 * tiles
+                assert 0 <= entry // 2 * step < case.seqlen_q
                 assert all(-2 <= index < len(built.x.block_bits) for index in bits)
 
 
@@ -131,8 +137,8 @@ def test_visits_are_listed_and_bounded():
     pass_in_the_interpreter(__file__)
 
 
-@pytest.mark.parametrize("block_m, side, own", [(64, 128, 2), (128, 128, 1), (64, 64, 2)])
-def test_a_number_is_the_visit_of_a_list_and_of_each_head_that_has_it(block_m, side, own):
+@pytest.mark.parametrize("side, own", [(128, 2), (128, 1), (64, 2)])
+def test_a_number_is_the_visit_of_a_list_and_of_each_head_that_has_it(side, own):
     group, boxes = 4, KEYS // side
     entries = [(5, 0), (2, 1), (7, 0)]
     numbers = [len(entries), 1]
@@ -149,7 +155,7 @@ def test_a_number_is_the_visit_of_a_list_and_of_each_head_that_has_it(block_m, s
     )
     params = SimpleNamespace(
         mask=SimpleNamespace(blocks=SimpleNamespace(SIDE=side)),
-        tile=SimpleNamespace(BLOCK_M=block_m, BLOCK_N=KEYS),
+        tile=SimpleNamespace(BLOCK_N=KEYS),
         sizes=SimpleNamespace(group=Int(group)),
         order=SimpleNamespace(lists=lists, partials=None),
     )
@@ -158,15 +164,11 @@ def test_a_number_is_the_visit_of_a_list_and_of_each_head_that_has_it(block_m, s
     host = Host({"gl": machine, "tl": machine})
     call = {name: host.turned(getattr(tile_file, name)) for name in ("m_block_range", "query_tile")}
     blocks = call["m_block_range"](params, tile)
-    steps = side // block_m
-    assert (blocks.begin, blocks.full_begin, blocks.full_end) == (0, steps, 3 * steps)
+    assert (blocks.begin, blocks.full_begin, blocks.full_end) == (0, 1, 3)
     _, end = host.turned(tile_file.visit_range)(params, tile, blocks)
     found = [call["query_tile"](params, tile, blocks, Int(number)) for number in range(end)]
     assert found == [
-        (3 * group + ahead + r % own, t * steps + step)
-        for ahead in range(group // own)
-        for t, r in entries
-        for step in range(steps)
+        (3 * group + ahead + r % own, t) for ahead in range(group // own) for t, r in entries
     ]
 
 

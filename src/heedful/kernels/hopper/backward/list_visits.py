@@ -2,9 +2,10 @@
 
 The kernel is `list_visits`, launched before the prologue. A key tile has one list. It
 begins with how many query tiles visit, and how many of them need a mask: these come first. Each
-visit is a query tile of the mask, times the query heads that the list is of, plus which of them;
-then, for each tile of the mask's keys in the key tile, the index of bits, WHOLE or HIDDEN. So two
-lists of 64 keys become their union.
+visit is a query tile of the backward, of BLOCK_M queries, times the query heads that the list is
+of, plus which of them; then, for each tile of the mask's keys in the key tile, the index of bits,
+WHOLE or HIDDEN. So two lists of 64 keys become their union. No visit begins past the last query:
+sums of dQ have no room there.
 """
 
 import triton
@@ -31,8 +32,8 @@ def length_of(base, col, place, blocks: BlockLists):
 
 @triton.jit
 def entries_of(base, entries, length, place, blocks: BlockLists):
-    """(query tile, index of bits) of entries of a list. Those behind its end, and tiles that do not
-    exist, are past the last query."""
+    """(tile of the mask's queries, index of bits) of entries of a list. Those behind its end, and
+    tiles that do not exist, are past the last query."""
     there = entries < length
     last = tl.cdiv(place.seq.len_q, blocks.SIDE)
     tile = tl.load(base + 2 + 2 * entries, mask=there, other=last)
@@ -43,7 +44,7 @@ def entries_of(base, entries, length, place, blocks: BlockLists):
 
 @triton.jit
 def bits_of(tiles, base, length, place, blocks: BlockLists):
-    """The index of bits of each of these query tiles in another list."""
+    """The index of bits of each of these tiles of the mask's queries in another list."""
     indices = tl.full(tiles.shape, HIDDEN, tl.int32)
     for first in range(0, length, CHUNK):
         others, bits = entries_of(base, first + tl.arange(0, CHUNK), length, place, blocks)
@@ -53,13 +54,13 @@ def bits_of(tiles, base, length, place, blocks: BlockLists):
 
 
 @triton.jit
-def by_position(tiles, col, place, mask: Mask, BLOCK_N: tl.constexpr):
-    """(whether some queries of these tiles see some keys from `col` on by position, whether all see
-    all of them)."""
+def by_position(blocks, col, place, mask: Mask, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(whether some queries of these tiles of BLOCK_M see some keys from `col` on by position,
+    whether all see all of them)."""
     seq = place.seq
-    row = tiles * mask.blocks.SIDE
-    beyond = tl.full(tiles.shape, 0, tl.int32) + (col + BLOCK_N - seq.len_k)
-    last_row = tl.minimum(row + mask.blocks.SIDE, seq.len_q) - 1 + seq.off
+    row = blocks * BLOCK_M
+    beyond = tl.full(blocks.shape, 0, tl.int32) + (col + BLOCK_N - seq.len_k)
+    last_row = tl.minimum(row + BLOCK_M, seq.len_q) - 1 + seq.off
     last = tl.minimum(col + BLOCK_N, seq.len_k) - 1
     some = row < seq.len_q
     every = some & (beyond <= 0)
@@ -78,11 +79,13 @@ def list_visits(
     seqs: Sequences,
     shape: Shape,
     mask: Mask,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Stores the lists. mask: with the lists of key tiles. The grid has a program for each key tile
     of each batch entry and KV head that has lists of its own."""
     SIDE: tl.constexpr = mask.blocks.SIDE
+    STEPS: tl.constexpr = SIDE // BLOCK_M
     HALVES: tl.constexpr = 2 if BLOCK_N > SIDE else 1
     NUMBERS: tl.constexpr = 1 + HALVES
     block = tl.program_id(0) % io.blocks
@@ -112,11 +115,11 @@ def list_visits(
                     else:
                         mine = base + beside
                         count = later
-                for first in range(0, count, CHUNK):
-                    tiles, bits = entries_of(
-                        mine, first + tl.arange(0, CHUNK), count, place, mask.blocks
-                    )
-                    takes, every = by_position(tiles, col, place, mask, BLOCK_N)
+                for first in range(0, count * STEPS, CHUNK):
+                    steps = first + tl.arange(0, CHUNK)
+                    tiles, bits = entries_of(mine, steps // STEPS, count, place, mask.blocks)
+                    queries = tiles * STEPS + steps % STEPS
+                    takes, every = by_position(queries, col, place, mask, BLOCK_M, BLOCK_N)
                     every &= bits == WHOLE
                     if HALVES == 2:
                         beside_bits = bits_of(tiles, other, other_count, place, mask.blocks)
@@ -126,7 +129,7 @@ def list_visits(
                     takes &= every if needs_mask == 0 else every == 0
                     before = tl.cumsum(takes.to(tl.int32), 0) - takes.to(tl.int32)
                     entry = at + 2 + (visits + before) * NUMBERS
-                    tl.store(entry, tiles * io.list_heads + r, mask=takes)
+                    tl.store(entry, queries * io.list_heads + r, mask=takes)
                     if HALVES == 2:
                         tl.store(entry + 1 + half, bits, mask=takes)
                         tl.store(entry + 2 - half, beside_bits, mask=takes)

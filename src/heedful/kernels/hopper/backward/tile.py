@@ -228,21 +228,19 @@ def list_of_visits(params, tile):
 
 @gluon.jit
 def places_in_list(params, tile):
-    """`m_block_range` of places in a list, which holds tiles of SIDE queries."""
-    STEPS: gl.constexpr = params.mask.blocks.SIDE // params.tile.BLOCK_M
+    """`m_block_range` of places in a list."""
     at = list_of_visits(params, tile)
-    end = gl.load(at) * STEPS
-    return MBlockRange(gl.to_tensor(0), gl.load(at + 1) * STEPS, end, end)
+    end = gl.load(at)
+    return MBlockRange(gl.to_tensor(0), gl.load(at + 1), end, end)
 
 
 @gluon.jit
 def listed_visit(params, tile, blocks, number):
     """(which of the heads that have this list, place in it, where its entry is) of a visit."""
-    STEPS: gl.constexpr = params.mask.blocks.SIDE // params.tile.BLOCK_M
     NUMBERS: gl.constexpr = 3 if params.tile.BLOCK_N > params.mask.blocks.SIDE else 2
     ahead = number // blocks.end
     place = number - ahead * blocks.end
-    return ahead, place, list_of_visits(params, tile) + 2 + place // STEPS * NUMBERS
+    return ahead, place, list_of_visits(params, tile) + 2 + place * NUMBERS
 
 
 @gluon.jit
@@ -328,12 +326,11 @@ def is_visited(params, tile, blocks):
 def query_tile(params, tile, blocks, number):
     """(query head, query tile) of a work tile's visit."""
     if params.mask.blocks.SIDE:
-        STEPS: gl.constexpr = params.mask.blocks.SIDE // params.tile.BLOCK_M
-        ahead, place, at = listed_visit(params, tile, blocks, number)
+        ahead, _place, at = listed_visit(params, tile, blocks, number)
         entry = gl.load(at)
         heads = params.order.lists.list_heads
         head = tile.kv_head * params.sizes.group + ahead + entry % heads
-        return head, entry // heads * STEPS + place % STEPS
+        return head, entry // heads
     else:
         count = blocks.end - blocks.begin
         ahead = number // count
