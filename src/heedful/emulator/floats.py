@@ -16,7 +16,7 @@ _ONE_NAN = U32(0x7FC0)
 def flush(x):
     """Replace float32 denormals by zeros of the same sign."""
     small = np.abs(x) < _TINY32
-    return np.where(small, np.copysign(F32(0), x), x) if small.any() else x
+    return np.where(small, np.copysign(F32(0), x), x) if np.count_nonzero(small) else x
 
 
 def fma32(a, b, c):

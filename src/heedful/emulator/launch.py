@@ -140,8 +140,9 @@ class _Launch:
         """Execute all workgroups in fresh memory; what no order changes is counted in the first."""
         copies = plan.copies(self.waves)
         self.memory.begin(copies)
+        workgroups = self._workgroups()
         together = max(1, _WAVES_TOGETHER // (self.waves * copies))
-        together = max(1, min(together, math.prod(self.shape)))
+        together = max(1, min(together, len(workgroups)))
         machine = Machine(
             self.code,
             self.memory,
@@ -161,7 +162,7 @@ class _Launch:
             shape = copies, math.prod(self.shape), self.waves
             self.memory.races = GlobalRaces(self.memory, unit, code, self.sink, shape)
         try:
-            for chunk in _chunks(self._workgroups(), together):
+            for chunk in _chunks(workgroups, together):
                 machine.run(chunk, self.kernarg, self.threads)
         finally:
             machine.count_executed()

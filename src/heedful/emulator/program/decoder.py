@@ -98,9 +98,13 @@ class Code:
         return other
 
     def _leaders(self) -> list[int]:
-        code = self.program.code
-        leaders = {0, *self.program.labels.values()}
-        leaders |= {i.pc + 1 for i in code if i.mnemonic.startswith(_TERMINATORS)}
+        """Where blocks begin. Most labels only mark lines for debuggers: they cut nothing."""
+        code, leaders = self.program.code, {0}
+        for instruction in code:
+            if instruction.mnemonic.startswith(_TERMINATORS):
+                leaders.add(instruction.pc + 1)
+                for operand in instruction.operands[-1:]:
+                    leaders.add(self.program.labels.get(operand.text, 0))
         return sorted(pc for pc in leaders if pc < len(code))
 
     def block(self, pc: int) -> Block:
