@@ -25,7 +25,7 @@ import numpy as np
 
 from heedful.emulator.clock.grid import Prediction
 from heedful.emulator.clock.launch import predict_time
-from heedful.emulator.clock.timeline import timeline
+from heedful.emulator.clock.timeline import draw
 from heedful.emulator.launch import emulate
 from heedful.emulator.objects.disassembly import load_object
 from heedful.emulator.program.decoder import Code
@@ -101,7 +101,11 @@ def _parser() -> argparse.ArgumentParser:
         help="predict the time of the launch, of which only N workgroups are run; each array is\n"
         "taken to go to or from memory once",
     )
-    add("--svg", help="with --time: write what the waves issue there, as a picture")
+    add(
+        "--svg",
+        metavar="FILE",
+        help="with --time: a picture of what the waves issue (.svg, .png, .pdf; needs matplotlib)",
+    )
     add("--window", type=float, default=4000.0, help="clocks that the picture shows")
     add("--check", action="append", choices=sorted(KINDS), help="only these findings")
     add(
@@ -243,7 +247,7 @@ def _time(options: argparse.Namespace, kernel: Any, grid: list[int], args: Any, 
     keywords["memory_bytes"] = sum(x.nbytes for x in values if isinstance(x, np.ndarray))
     prediction, report = predict_time(kernel, grid, args, **keywords)
     if options.svg:
-        Path(options.svg).write_text(timeline(prediction.timing, window))
+        draw(prediction.timing, (0.0, window), options.svg, report.program.name)
     return _Outcome(report, prediction=prediction)
 
 
@@ -253,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         outcome = _run(options)
-    except (ValueError, OSError, NotImplementedError) as error:
+    except (ValueError, OSError, NotImplementedError, ImportError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     right = all(d.within(options.tolerance) for d in outcome.differences)

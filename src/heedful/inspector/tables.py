@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from heedful.emulator.clock.grid import Prediction
 from heedful.inspector.inspection import Inspection
 from heedful.inspector.mix import Mix
 from heedful.inspector.nvidia import NvidiaInspection, Sass
@@ -97,6 +98,41 @@ def segments_table(inspections: Sequence[Inspection], width: int | None = None) 
     return align(rows, width)
 
 
+_UNITS = {"mfma": "MFMA", "valu": "VALU", "lds": "LDS", "memory": "memory", "atomic": "atomics"}
+
+
+def times_table(launches: Sequence[tuple[str, Prediction]], width: int | None = None) -> str:
+    """Predicted times of launches by name, side by side, and where their clocks go: for which share
+    of them each unit is busy, and what a wave waits for, on average."""
+    told = [prediction for _, prediction in launches]
+
+    def row(name, get):
+        return [name, *(get(p) for p in told)]
+
+    def share(clocks: float, p: Prediction) -> str:
+        return f"{100 * clocks / max(p.timing.clocks, 1):.0f} %"
+
+    def waits(p: Prediction) -> dict[str, float]:
+        return {what: n / max(p.timing.waves, 1) for what, n in p.timing.stalls.items()}
+
+    rows = [["predicted", *(name for name, _ in launches)]]
+    rows.append(row("microseconds", lambda p: f"{1e6 * p.seconds:.1f}"))
+    rows.append(row("at the highest clock", lambda p: f"{1e6 * p.range[0]:.1f}"))
+    rows.append(row("at the lowest clock", lambda p: f"{1e6 * p.range[1]:.1f}"))
+    rows.append(row("GHz, by its power", lambda p: f"{p.clock_hz / 1e9:.2f}"))
+    rows.append(row("clocks", lambda p: f"{p.clocks:.0f}"))
+    rows.append(row("workgroups on a unit", lambda p: str(p.resident)))
+    for unit, name in _UNITS.items():
+        rows.append(row(f"busy: {name}", lambda p, unit=unit: share(p.timing.busy[unit], p)))
+    reasons = sorted({what for p in told for what in p.timing.stalls})
+    for what in sorted(reasons, key=lambda x: -max(waits(p).get(x, 0) / p.clocks for p in told)):
+        name = f"a wave waits: {what.removeprefix('wait for ')}"
+        rows.append(row(name, lambda p, what=what: share(waits(p).get(what, 0), p)))
+    rest = "it issues, pauses or has ended"
+    rows.append(row(rest, lambda p: share(p.timing.clocks - sum(waits(p).values()), p)))
+    return align(rows, width)
+
+
 def _mix_facts(mix: Mix | None) -> dict | None:
     if mix is None:
         return None
@@ -132,12 +168,16 @@ def _sass_facts(sass: Sass | None) -> dict | None:
     return {**asdict(sass), "counts": counts, "mufu_cycles": sass.mufu_cycles}
 
 
-def to_json(inspections: Sequence[Inspection | NvidiaInspection]) -> str:
-    """Everything, for machines."""
+def to_json(
+    inspections: Sequence[Inspection | NvidiaInspection], times: Sequence[Prediction] = ()
+) -> str:
+    """Everything, for machines; times: those of the first inspections."""
     facts = []
     for i in inspections:
         if isinstance(i, Inspection):
             facts.append(_amd_facts(i))
         else:
             facts.append(asdict(i) | {"whole": _sass_facts(i.whole), "loop": _sass_facts(i.loop)})
+    for fact, prediction in zip(facts, times, strict=False):
+        fact["time"] = prediction.facts()
     return json.dumps(facts, indent=2)

@@ -38,12 +38,13 @@ def predicted(
     direction: str,
     contents: Mapping[str, np.ndarray] | None = None,
     workgroups: int = 1,
+    window: float = 0.0,
 ) -> Predicted:
     """The time of one direction of a plan, for a device that has a clock.
 
     contents: arrays by buffer whose values matter (lengths, pages), C-contiguous. Other floats are
     normal values, other numbers 0. workgroups: of each launch that run; several for masks, which
-    make them unequal.
+    make them unequal. window: clocks for which `timing.events` keeps what every wave issued.
     """
     specs = getattr(buffers, direction)(plan.problem)
     made = program(plan, direction, specs)
@@ -55,15 +56,20 @@ def predicted(
                 f"contents[{name!r}] must have {arrays[name].nbytes} bytes, got {array.nbytes}"
             )
         arrays[name] = array.reshape(-1).view(np.uint8)
-    return of_program(made, plan.device.arch, arrays, workgroups)
+    return of_program(made, plan.device.arch, arrays, workgroups, window)
 
 
 def of_program(
-    made: Program, arch: str, arrays: Mapping[str, np.ndarray], workgroups: int = 1
+    made: Program,
+    arch: str,
+    arrays: Mapping[str, np.ndarray],
+    workgroups: int = 1,
+    window: float = 0.0,
 ) -> Predicted:
     """The same for launches and arrays of bytes by buffer."""
     launches = [
-        (call.kernel.function, _launch(call, arch, arrays, workgroups)) for call in made.calls
+        (call.kernel.function, _launch(call, arch, arrays, workgroups, window))
+        for call in made.calls
     ]
     all_of = [prediction for _, prediction in launches]
     low, high = (sum(p.range[i] for p in all_of) for i in range(2))
@@ -71,7 +77,11 @@ def of_program(
 
 
 def _launch(
-    call: KernelCall, arch: str, arrays: Mapping[str, np.ndarray], workgroups: int
+    call: KernelCall,
+    arch: str,
+    arrays: Mapping[str, np.ndarray],
+    workgroups: int,
+    window: float,
 ) -> Prediction:
     artifact = compiler.artifact(call, arch)
     args: list[object] = []
@@ -86,8 +96,8 @@ def _launch(
     # Once each: reads of what is there, writes of what is not.
     moved = sum(arrays[name].nbytes for name in call.reads | call.writes)
     count = min(workgroups, call.grid[0] * call.grid[1] * call.grid[2])
-    options = {"workgroups": count, "memory_bytes": moved, "checks": ()}
-    return predict_time(artifact, call.grid, args, **options)[0]
+    options = {"memory_bytes": moved, "checks": (), "window": window}
+    return predict_time(artifact, call.grid, args, workgroups=count, **options)[0]
 
 
 def _bytes(spec: ArraySpec) -> int:

@@ -126,6 +126,37 @@ def test_inspect_reads_the_kernels_of_a_problem_for_a_device_that_is_elsewhere()
     assert kernels and all("gfx950" in kernel["label"] for kernel in kernels)
 
 
+def test_inspect_predicts_the_time_of_a_problem_s_launches_and_draws_all_waves(tmp_path):
+    pytest.importorskip("triton")
+    problem = ("--device", "MI300X", "-b", "1", "-s", "256", "-n", "2", "-d", "64", "--time", "1")
+    picture = tmp_path / "waves.svg"
+    shown = run("inspect", *problem, "--waves", str(picture), "--clocks", "500-20000")
+    assert shown.returncode == 0, shown.stderr
+    for words in ("predicted", "between", "busy: MFMA", "a wave waits: memory", "GHz"):
+        assert words in shown.stdout
+    drawn = picture.read_text()
+    assert all(f"wave {number}" in drawn for number in range(4)) and "mfma" in drawn
+    kernels = json.loads(run("inspect", *problem, "--json").stdout)
+    for kernel in kernels:
+        fastest, slowest = kernel["time"]["range"]
+        assert 0 < fastest <= kernel["time"]["seconds"] <= slowest
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--device", "H200", "--time", "1"), "gfx942"),
+        (("--time", "1"), "--device"),
+        (("--device", "MI300X", "--waves", "waves.svg"), "--time"),
+        (("--device", "MI300X", "--time", "1", "--clocks", "9-3"), "--clocks"),
+    ],
+)
+def test_inspect_refuses_a_time_that_there_is_not(words, reason):
+    shown = run("inspect", "-s", "256", "-d", "64", *words)
+    assert shown.returncode == 2
+    assert reason in shown.stderr and "Traceback" not in shown.stderr
+
+
 def test_inspect_says_what_to_give_it():
     shown = run("inspect")
     assert shown.returncode == 2
