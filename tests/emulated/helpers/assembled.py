@@ -1,7 +1,8 @@
 """Micro-kernels as code objects: Triton's assembler and linker make them, as for its own kernels.
 
 LLVM's disassembler is on few machines. So a stand-in for llvm-objdump prints the text from which
-an object was assembled, each instruction with its address and encoding as they lie in the object.
+an object was assembled, each instruction with its address and encoding as they lie in the object,
+and behind a branch the symbol that it jumps to.
 """
 
 import json
@@ -40,7 +41,8 @@ low, high = (int(next(a for a in sys.argv if a.startswith(n)).split("=")[1], 16)
              for n in ("--start-address", "--stop-address"))
 for address, text, words in json.loads(Path(sys.argv[-1] + ".json").read_text()):
     if low <= address < high:
-        print(f"\\t{{text}}  // {{address:012X}}: {{words}}")
+        symbol = " <kernel+0x10>" if text.startswith(("s_branch", "s_cbranch")) else ""
+        print(f"\\t{{text}}  // {{address:012X}}: {{words}}{{symbol}}")
 """
 
 

@@ -208,3 +208,10 @@ def test_loops_run_as_often_as_their_counter_says():
     """
     (got,) = scalar(text, [a], ["s20"])
     assert (got == 3 * a).all()
+
+
+@pytest.mark.parametrize("aperture", ["shared", "private"])
+def test_apertures_are_the_upper_halves_of_generic_addresses(aperture):
+    text = f"s_mov_b64 s[20:21], src_{aperture}_base"
+    low, high = scalar(text, [np.zeros(1, np.uint32)], ["s20", "s21"])
+    assert low[0] == 0 and high[0] == {"shared": 0x10000, "private": 0x20000}[aperture]

@@ -168,6 +168,15 @@ def test_an_argument_without_a_value_is_refused(scale):
         emulate(scale(), (1,), {"X": None, "scale": 1.0})
 
 
+def test_a_line_of_the_disassembler_that_cannot_be_read_is_no_instruction_less(scale, objdump):
+    with open(objdump) as file:
+        tool = file.read()
+    with open(objdump, "w") as file:
+        file.write(tool.replace("{words}{symbol}", "{words} ?"))
+    with pytest.raises(AsmError, match="cannot read this line"):
+        scale()
+
+
 def test_an_object_with_several_kernels_wants_a_name(tmp_path, objdump):
     kernels = {name: (ECHO, SLOTS, 64) for name in ("one", "two")}
     path = write_object(tmp_path, kernels)

@@ -16,7 +16,8 @@ from heedful.emulator.program.decoder import Code
 
 # The oldest LLVM whose text was checked, for each target.
 _LLVM = {"gfx942": 19, "gfx950": 20}
-_LINE = re.compile(r"\s+(\S.*?)\s*//\s*([0-9A-Fa-f]+):((?:\s+[0-9A-Fa-f]{8})+)")
+# Text, address, encoding; behind a branch to a symbol, as compilers leave them, its name.
+_LINE = re.compile(r"\s+(\S.*?)\s*//\s*([0-9A-Fa-f]+):((?:\s+[0-9A-Fa-f]{8})+)(?:\s+<.*>)?")
 _BRANCH = re.compile(r"s_(branch|cbranch_\w+)\b")
 _ENDS = ("s_endpgm", "s_branch", "s_setpc_b64")
 
@@ -104,6 +105,8 @@ def program_of(arch: str, kernel: Kernel, text: str) -> Program:
     for number, line in enumerate(text.splitlines(), 1):
         match = _LINE.fullmatch(line.rstrip())
         if not match:
+            if "//" in line:
+                raise AsmError(f"cannot read this line of llvm-objdump: {line.strip()}")
             continue
         address, words = int(match[2], 16), match[3].split()
         pc = places[address] = len(program.code)

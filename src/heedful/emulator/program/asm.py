@@ -21,6 +21,9 @@ KEPT_LINES = 20_000
 # Not slots: state that instructions read and write without naming a register.
 SCC, MODE = 1000, 1001
 
+# The upper halves of generic addresses of LDS and scratch. Compilers make a pointer to LDS a generic
+# one and take its lower half again; an access through the whole of it is out of all buffers.
+_APERTURES = {"src_shared_base": 0x10000, "src_private_base": 0x20000}
 _SPECIAL = {
     "flat_scratch": (SGPR + 102, 2),
     "flat_scratch_lo": (SGPR + 102, 1),
@@ -176,6 +179,8 @@ def parse_operand(text: str) -> Operand:
         return Operand("const", value=int(body, 0), neg=neg, abs=absolute, text=text)
     if _FLOAT.fullmatch(body):
         return Operand("const", value=float(body), neg=neg, abs=absolute, text=text)
+    if body in _APERTURES:
+        return Operand("const", value=_APERTURES[body] << 32, text=text)
     if body in ("off", "null"):
         return Operand("off", text=text)
     if "@abs32" in body:  # the base of the one LDS allocation that a Triton kernel has
