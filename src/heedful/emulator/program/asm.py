@@ -21,8 +21,8 @@ KEPT_LINES = 20_000
 # Not slots: state that instructions read and write without naming a register.
 SCC, MODE = 1000, 1001
 
-# The upper halves of generic addresses of LDS and scratch. Compilers make a pointer to LDS a generic
-# one and take its lower half again; an access through the whole of it is out of all buffers.
+# The upper halves of generic addresses of LDS and scratch. Compilers make a pointer to LDS generic
+# and take its lower half again; an access through the whole of it is out of all buffers.
 _APERTURES = {"src_shared_base": 0x10000, "src_private_base": 0x20000}
 _SPECIAL = {
     "flat_scratch": (SGPR + 102, 2),
