@@ -1,12 +1,13 @@
 """A sample of the GPU tests under compute-sanitizer's memcheck, processes side by side on all GPUs:
 
-    python tools/memcheck.py [--processes 48] [--seconds 150] [--list] [FILE ...]
+    python tools/memcheck.py [--processes 48] [--seconds 150] [--shard 1/1] [--list] [FILE ...]
 
 Of each test it takes few cases in which every value of every parameter occurs, and every value of
 every field of a problem. Each tensor gets an allocation of its own, since PyTorch's pools hide what
 is read beyond one. Captured graphs need the pools: their tests are left out, and so are long grids
 and random problems. PyTorch's own kernels are not checked. It returns 1 if there is an error, a
-test that fails, or one that time did not suffice for.
+test that fails, or one that time did not suffice for. Shards 1/4 to 4/4 are the whole sample, each
+its quarter: they may run side by side, each with GPUs of its own (CUDA_VISIBLE_DEVICES).
 """
 
 import argparse
@@ -114,10 +115,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Sample(**json.loads(told)))
 
 
-def gpus() -> int:
-    """How many there are to run on; ask nvidia-smi, since torch's answer would make a context."""
+def gpus() -> list[str]:
+    """Those to run on; ask nvidia-smi, since torch's answer would make a context."""
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return given.split(",")
     asked = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
-    return asked.stdout.count("GPU ")
+    return [str(n) for n in range(asked.stdout.count("GPU "))]
+
+
+def shard(text: str) -> tuple[int, int]:
+    """ "2/4" -> (1, 4): which, counted from 0, and how many there are."""
+    which, _, of = text.partition("/")
+    if not (which.isdecimal() and of.isdecimal() and 1 <= int(which) <= int(of)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shard: 1/4 to 4/4 are")
+    return int(which) - 1, int(of)
 
 
 def checked(processes: int) -> list[str]:
@@ -127,12 +138,13 @@ def checked(processes: int) -> list[str]:
     return [*_CHECKED, *more]
 
 
-def start(part: int, given: argparse.Namespace, folder: Path, until: float, on: int):
+def start(part: int, given: argparse.Namespace, folder: Path, until: float, on: str):
     """A process that runs its share; what it prints goes to a file of its number."""
-    told = {"part": part, "parts": given.processes, "until": until}
+    which, shards = given.shard
+    told = {"part": part * shards + which, "parts": given.processes * shards, "until": until}
     environment = os.environ | {
         _TOLD: json.dumps(told | {"file": str(folder / f"{part}.json")}),
-        "CUDA_VISIBLE_DEVICES": str(on),
+        "CUDA_VISIBLE_DEVICES": on,
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]),
         "OMP_NUM_THREADS": "1",
@@ -171,7 +183,8 @@ def _first_error(log: str) -> str:
 def main() -> int:
     given = _arguments()
     if given.list:
-        told = {"part": 0, "parts": 1, "until": 0.0, "file": os.devnull}
+        which, shards = given.shard
+        told = {"part": which, "parts": shards, "until": 0.0, "file": os.devnull}
         path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "memcheck"]
         environment = os.environ | {_TOLD: json.dumps(told), "PYTHONPATH": path}
@@ -179,7 +192,7 @@ def main() -> int:
     until, on = time.time() + given.seconds, gpus()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        running = [start(i, given, folder, until, i % on) for i in range(given.processes)]
+        running = [start(i, given, folder, until, on[i % len(on)]) for i in range(given.processes)]
         for process in running:
             try:
                 process.wait(max(0.0, until + _GRACE_S - time.time()))
@@ -196,6 +209,7 @@ def _arguments() -> argparse.Namespace:
         "--processes", type=int, default=min(48, os.cpu_count() or 1), help="shared out to the GPUs"
     )
     add("--seconds", type=float, default=150.0, help="after which no test more is begun")
+    add("--shard", type=shard, default="1/1", help="which part of the sample, of how many")
     add("--list", action="store_true", help="only say which tests they are")
     add("files", nargs="*", default=FILES, help="the files whose tests are sampled")
     return parser.parse_args()

@@ -91,3 +91,41 @@ def test_what_is_wrong_is_said_and_returns_1(tmp_path, capsys, log, outcomes, wo
 
 def test_a_clean_run_returns_0(tmp_path):
     assert told(tmp_path, CLEAN) == 0
+
+
+@pytest.mark.parametrize(("shards", "processes"), [(1, 3), (2, 3), (4, 1), (3, 5)])
+def test_shards_have_each_test_once(monkeypatch, tmp_path, shards, processes):
+    started = []
+
+    def popen(command, env, **more):
+        started.append(memcheck.json.loads(env[memcheck._TOLD]))
+
+    monkeypatch.setattr(memcheck, "checked", lambda processes: [])
+    monkeypatch.setattr(memcheck.subprocess, "Popen", popen)
+    for which in range(1, shards + 1):
+        on = memcheck.shard(f"{which}/{shards}")
+        given = memcheck.argparse.Namespace(processes=processes, shard=on, files=[])
+        for part in range(processes):
+            memcheck.start(part, given, tmp_path, 0.0, "0")
+    seen = []
+    for told in started:
+        items = [item("test_one", n) for n in range(17)]
+        told["file"] = tmp_path / "told.json"
+        memcheck.Sample(**told).pytest_collection_modifyitems(items)
+        seen += [found.nodeid for found in items]
+    assert sorted(seen) == sorted(item("test_one", n).nodeid for n in range(17))
+
+
+@pytest.mark.parametrize("text", ["0/4", "5/4", "1", "1/0", "/4", "-1/4", "a/b", ""])
+def test_what_is_no_shard_is_refused(text):
+    with pytest.raises(memcheck.argparse.ArgumentTypeError, match="is no shard"):
+        memcheck.shard(text)
+
+
+def test_gpus_that_are_given_are_those_that_are_used(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert memcheck.gpus() == ["3", "1"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    told = SimpleNamespace(stdout="GPU 0: H200\nGPU 1: H200\n")
+    monkeypatch.setattr(memcheck.subprocess, "run", lambda *a, **k: told)
+    assert memcheck.gpus() == ["0", "1"]
