@@ -36,7 +36,12 @@ class Part:
 
 PARTS = {
     # What runs on the host.
-    "host": Part(("core/", "torch/", "launch/", "cpu/", "bench/", "jax/"), MODES, 0.95),
+    "host": Part(
+        ("core/", "torch/", "launch/", "cpu/", "bench/", "jax/", "masks/", "distributed/")
+        + ("bert_padding.py", "validation/"),
+        MODES,
+        0.95,
+    ),
     # Kernels that Triton's interpreter runs. That one no longer compiles says nothing.
     "kernels": Part(("kernels/portable/", "kernels/common/"), ("interpreted",), 0.90),
     # What Hopper's kernels are given. No test on a host runs them: those of launches notice.
