@@ -84,7 +84,8 @@ def training() -> Iterator[Entry]:
         for mask in (FULL, CAUSAL, *windows(128, 1024)):
             for make in (dense, packed):
                 yield from _both(make(TRAINED, heads, head_dim=dim, mask=mask))
-    for dims, heads in (((96, 96), (32, 32)), ((256, 256), (16, 8)), ((192, 128), (16, 16))):
+    wide = ((96, 96), (32, 32)), ((256, 256), (16, 8)), ((192, 128), (16, 16)), ((192, 192), (8, 8))
+    for dims, heads in wide:
         for mask in (FULL, CAUSAL, *windows(4096)):
             for make in (dense, packed):
                 facts: Facts = {"head_dim": dims[0], "head_dim_v": dims[1], "mask": mask}
@@ -112,6 +113,13 @@ def masks() -> Iterator[Entry]:
     for dim, ranges, mask in product((64, 128), (1, 2), (FULL, CAUSAL)):
         facts = {"head_dim": dim, "mask": mask, "key_ranges": ranges}
         yield from _both(dense(TRAINED, (32, 8), **facts))
+
+
+def chunks() -> Iterator[Entry]:
+    """Few queries over many keys, all of which the call has: a cache that has no more of them."""
+    for dim, heads, tokens in product((64, 128, 256), GROUPS, (1, 4, 128, 512)):
+        for mask, one in product((FULL, CAUSAL), cached((tokens,), heads, 0, head_dim=dim)):
+            yield _entry(one | {"used_k": False, "mask": mask})
 
 
 def decode() -> Iterator[Entry]:
@@ -165,7 +173,7 @@ def fp8() -> Iterator[Entry]:
             yield _entry(one)
 
 
-ALL = (training, models, deterministic, masks, decode, appending, quantised, latent, fp8)
+ALL = (training, models, deterministic, masks, chunks, decode, appending, quantised, latent, fp8)
 
 
 def entries(names: Iterable[str] | None = None) -> list[Entry]:
