@@ -28,10 +28,31 @@ TRAINED = ((4, 1024), (2, 4096), (1, 16384), (3, 1000), (1, 130), (16, 512))
 CACHED = ((1, 1024), (1, 8192), (1, 131072), (8, 4096), (64, 8192), (256, 2048), (5, 777))
 GROUPS = ((32, 32), (32, 8), (64, 8))
 Facts = dict[str, Any]
+_GEMMA: Facts = {"softcap": 50.0}
 
 
 def windows(*sizes: int) -> list[MaskSpec]:
     return [MaskSpec(size - 1, 0) for size in sizes]
+
+
+# Heads, dims of keys and values, masks of layers, and what else a call of the model has.
+MODELS: tuple[tuple[tuple[int, int], tuple[int, int], list[MaskSpec], Facts], ...] = (
+    ((32, 8), (64, 64), [CAUSAL], {}),  # Llama 3.2
+    ((32, 8), (128, 128), [CAUSAL, *windows(4096)], {}),  # Llama, Qwen3, Mistral, Mixtral
+    ((64, 8), (128, 128), [CAUSAL], {}),  # Llama 70B, Qwen3 32B
+    ((14, 2), (64, 64), [CAUSAL], {}),  # Qwen2
+    ((16, 4), (128, 128), [CAUSAL], {}),  # SmolLM3
+    ((32, 2), (128, 128), [CAUSAL], {}),  # GLM4
+    ((32, 32), (128, 128), [CAUSAL], {}),  # OLMo2, GPT-NeoX
+    ((32, 32), (96, 96), [CAUSAL, *windows(2047)], {}),  # Phi3
+    ((64, 8), (64, 64), [CAUSAL, *windows(128)], {"sink": True}),  # gpt-oss
+    ((16, 8), (256, 256), [CAUSAL, *windows(4096)], _GEMMA),  # Gemma 2, 9B
+    ((32, 16), (128, 128), [CAUSAL, *windows(4096)], _GEMMA),  # Gemma 2, 27B
+    ((8, 4), (256, 256), [CAUSAL, *windows(1024)], {}),  # Gemma 3
+    ((128, 128), (192, 128), [CAUSAL], {}),  # DeepSeek V3
+    ((12, 12), (64, 64), [CAUSAL, FULL], {}),  # GPT-2; BERT, ViT, Whisper
+    ((12, 12), (64, 64), [MaskSpec(64, 64)], {}),  # ModernBERT
+)
 
 
 def dense(lengths: Iterable[tuple[int, int]], heads: tuple[int, int], **facts) -> Iterator[Facts]:
@@ -92,13 +113,34 @@ def training() -> Iterator[Entry]:
                 yield from _both(make(TRAINED, heads, **facts))
 
 
-def models() -> Iterator[Entry]:
-    """gpt-oss: sinks. Gemma: softcap."""
-    for mask in (CAUSAL, *windows(128)):
-        for make in (dense, packed):
-            yield from _both(make(TRAINED, (64, 8), head_dim=64, mask=mask, sink=True))
-    for dim, mask in product((128, 256), (CAUSAL, *windows(4096))):
-        yield from _both(dense(TRAINED, (16, 8), head_dim=dim, mask=mask, softcap=50.0))
+def families() -> Iterator[Entry]:
+    """Models as transformers trains them, and as it generates, padded or not."""
+    for heads, dims, masks, more in MODELS:
+        for mask in masks:
+            facts: Facts = {"head_dim": dims[0], "head_dim_v": dims[1], "mask": mask, **more}
+            for make in (dense, packed):
+                yield from _both(make(TRAINED, heads, **facts))
+            if mask.right == 0:
+                yield from map(_entry, _generated(heads, facts))
+    for heads, mask in product(((12, 12), (16, 16), (8, 8)), (FULL, CAUSAL)):
+        facts = {"head_dim": 64, "mask": mask, "rel_bias": True}
+        yield from _both(dense(TRAINED, heads, **facts))
+        yield from map(_entry, cached((1,), heads, 0, **facts | {"used_k": False}))
+
+
+def _generated(heads: tuple[int, int], facts: Facts) -> Iterator[Facts]:
+    """Prompts and steps: padding on the left is keys that begin later, rows of a static cache are
+    packed sequences, with an empty one after them where they are padded."""
+    used: Facts = {"used_k": True}
+    yield from cached((1,), heads, 0, **facts | {"used_k": False})
+    for one in (*dense(TRAINED, heads, **facts, **used), *cached((1,), heads, 0, **facts)):
+        yield from (one, one | {"leftpad_k": True})
+    for one in dense(TRAINED, heads, **facts, **used, used_q=True):
+        batch, tokens = one["batch"], one["seqlen_q"]
+        total = batch * tokens
+        yield one | {"total_q": total, "total_k": total}
+        more = {"total_q": total, "total_k": batch * (tokens + 128), "seqlen_k": tokens + 128}
+        yield from (one | more, one | more | {"batch": batch + 1})
 
 
 def deterministic() -> Iterator[Entry]:
@@ -173,7 +215,18 @@ def fp8() -> Iterator[Entry]:
             yield _entry(one)
 
 
-ALL = (training, models, deterministic, masks, chunks, decode, appending, quantised, latent, fp8)
+ALL = (
+    training,
+    families,
+    deterministic,
+    masks,
+    chunks,
+    decode,
+    appending,
+    quantised,
+    latent,
+    fp8,
+)
 
 
 def entries(names: Iterable[str] | None = None) -> list[Entry]:
