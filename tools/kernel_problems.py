@@ -23,7 +23,10 @@ from heedful.launch.record import Entry  # noqa: E402
 BF16 = "bfloat16"
 FULL, CAUSAL = MaskSpec(), MaskSpec.of(True)
 # (batch, tokens): of training and prefill.
-TRAINED = ((4, 1024), (2, 4096), (1, 16384), (3, 1000), (1, 130), (16, 512))
+TRAINED = (
+    *((4, 1024), (2, 4096), (1, 16384), (3, 1000), (16, 512)),
+    *((1, 64), (1, 130), (2, 100), (8, 128)),
+)
 # (batch, tokens in the cache): of decode.
 CACHED = ((1, 1024), (1, 8192), (1, 131072), (8, 4096), (64, 8192), (256, 2048), (5, 777))
 GROUPS = ((32, 32), (32, 8), (64, 8))
@@ -120,27 +123,42 @@ def families() -> Iterator[Entry]:
             facts: Facts = {"head_dim": dims[0], "head_dim_v": dims[1], "mask": mask, **more}
             for make in (dense, packed):
                 yield from _both(make(TRAINED, heads, **facts))
+            yield from map(_entry, _padded(heads, facts))
             if mask.right == 0:
                 yield from map(_entry, _generated(heads, facts))
+    yield from _of_t5()
+
+
+def _of_t5() -> Iterator[Entry]:
+    """T5: biases by position, as one array of transformers or by distance. With Whisper: queries
+    over an encoder's keys."""
     for heads, mask in product(((12, 12), (16, 16), (8, 8)), (FULL, CAUSAL)):
-        facts = {"head_dim": 64, "mask": mask, "rel_bias": True}
-        yield from _both(dense(TRAINED, heads, **facts))
-        yield from map(_entry, cached((1,), heads, 0, **facts | {"used_k": False}))
+        for name in ("bias", "rel_bias"):
+            facts: Facts = {"head_dim": 64, "mask": mask, name: True}
+            for one in dense(TRAINED, heads, **facts):
+                yield _entry(one)
+                learns = one | {"needs_grad": True, "bias_grad": name == "bias"}
+                yield from (_entry(learns, direction) for direction in ("forward", "backward"))
+            yield from map(_entry, cached((1,), heads, 0, **facts | {"used_k": False}))
+        for one in dense(TRAINED, heads, head_dim=64):
+            yield from _both([one | {"seqlen_k": keys} for keys in (1500, one["seqlen_q"] * 2)])
+
+
+def _padded(heads: tuple[int, int], facts: Facts) -> Iterator[Facts]:
+    """Rows of padded tokens, or of a static cache, as packed sequences. Padding is one more."""
+    for one in dense(TRAINED, heads, **facts, used_q=True, used_k=True):
+        batch, tokens = one["batch"], one["seqlen_q"]
+        for keys, more in product((tokens, tokens + 128), (0, 1)):
+            totals = {"total_q": batch * tokens, "total_k": batch * keys}
+            yield one | totals | {"seqlen_k": keys, "batch": batch + more}
 
 
 def _generated(heads: tuple[int, int], facts: Facts) -> Iterator[Facts]:
-    """Prompts and steps: padding on the left is keys that begin later, rows of a static cache are
-    packed sequences, with an empty one after them where they are padded."""
-    used: Facts = {"used_k": True}
+    """Prompts and steps: padding on the left is keys that begin later."""
     yield from cached((1,), heads, 0, **facts | {"used_k": False})
-    for one in (*dense(TRAINED, heads, **facts, **used), *cached((1,), heads, 0, **facts)):
+    prompts = dense(TRAINED, heads, **facts, used_k=True)
+    for one in (*prompts, *cached((1,), heads, 0, **facts)):
         yield from (one, one | {"leftpad_k": True})
-    for one in dense(TRAINED, heads, **facts, **used, used_q=True):
-        batch, tokens = one["batch"], one["seqlen_q"]
-        total = batch * tokens
-        yield one | {"total_q": total, "total_k": total}
-        more = {"total_q": total, "total_k": batch * (tokens + 128), "seqlen_k": tokens + 128}
-        yield from (one | more, one | more | {"batch": batch + 1})
 
 
 def deterministic() -> Iterator[Entry]:

@@ -11,6 +11,7 @@ import torch
 
 import kernel_problems
 from heedful import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from heedful.bench.harness import cases
 from heedful.core.base.device import by_name
 from heedful.launch import prebuild, record
 from support.runs import standin
@@ -72,7 +73,7 @@ CALLS = {
 
 @pytest.fixture(scope="module")
 def listed() -> set[str]:
-    groups = ("training", "models", "deterministic", "decode", "appending")
+    groups = ("training", "families", "deterministic", "chunks", "decode", "appending")
     return set(prebuild.kernels(kernel_problems.entries(groups), [H200, H100])[0])
 
 
@@ -84,6 +85,14 @@ def test_calls_of_models_need_no_kernel_that_is_not_listed(name, device, listed,
     needed, _ = prebuild.kernels(record.load(tmp_path / "list"), [device])
     assert needed
     assert not [call.kernel.function for key, (call, _) in needed.items() if key not in listed]
+
+
+@pytest.mark.parametrize("group", ["forward", "backward", "kv_heads", "shapes", "splits", "decode"])
+def test_tables_need_no_kernel_that_is_not_listed(group, listed):
+    found = [case for case in cases.cases(group) if case.problem.dtype == "bfloat16"]
+    directions = ("forward", "backward") if found[0].direction == "backward" else ("forward",)
+    entries = [record.Entry(case.problem, way) for case in found for way in directions]
+    assert prebuild.kernels(entries, [H200])[0].keys() <= listed
 
 
 def test_an_unknown_group_is_named_with_those_that_there_are():
