@@ -110,8 +110,9 @@ $(VENV)-release/.ready: pyproject.toml tools/release_tools.sh
 wheels: $(VENV)-release/.ready ## sdist and wheel in dist/, the same bytes from the same commit
 	tools/wheels.sh $(VENV)-release dist
 
-kernels: $(READY) $(VENV)-release/.ready ## the wheel of compiled kernels in dist/ (ARGS="--cuda 12")
+kernels: $(READY) $(VENV)-release/.ready ## the wheels of compiled kernels in dist/, for drivers of CUDA 13 and 12 (ARGS=)
 	$(PY) tools/kernel_wheel.py $(VENV)-release dist $(ARGS)
+	$(PY) tools/kernel_wheel.py $(VENV)-release dist --cuda 12 $(ARGS)
 
 test-install: $(VENV)-release/.ready ## install the wheel with each extra, run the README's tour there
 	$(PYTHON) tools/try_install.py $(VENV)-release $(ARGS)

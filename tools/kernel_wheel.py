@@ -3,7 +3,7 @@
 It compiles every kernel that the problems of `kernel_problems.py` need, into this user's cache, and
 puts the machine code, without PTX, with a manifest into a package of data. VENV has what builds
 wheels. The same commit gives the same bytes, and what did not change is not compiled again.
---cuda 12: the set for older drivers, by the assembler that TRITON_PTXAS_BLACKWELL_PATH names.
+--cuda 12: the set for older drivers, by the assembler of CUDA 12 that Triton also has.
 """
 
 import argparse
@@ -19,6 +19,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 
 import heedful  # noqa: E402
 import kernel_problems  # noqa: E402
+from heedful.core.base import installed  # noqa: E402
 from heedful.core.base.device import by_name  # noqa: E402
 from heedful.launch.code.manifest import WheelFacts  # noqa: E402
 from heedful.launch.code.wheels import NAMES  # noqa: E402
@@ -28,6 +29,8 @@ from heedful.launch.record import Entry  # noqa: E402
 ARCH = "sm_90"
 # Plans may differ between them, kernels do for few problems.
 DEVICES = [by_name("H200"), by_name("H100")]
+# By this Triton 3.9 is told an assembler, for Hopper too.
+NAMED = "TRITON_PTXAS_BLACKWELL_PATH"
 MOST_BYTES = 90 * 10**6
 # It is data, for every machine that has such a GPU.
 TAG = "py3-none-manylinux_2_17_x86_64.manylinux_2_17_aarch64"
@@ -105,6 +108,19 @@ def build(venv: Path, folder: Path, entries: list[Entry], cuda: int, jobs: int) 
     return wheel
 
 
+def assembled_for(cuda: int) -> dict[str, str]:
+    """What the environment says so that code is assembled for drivers of this CUDA: what is said
+    already, by default what names the Triton's assembler of that version. Raises ValueError without
+    one."""
+    if NAMED in os.environ:
+        return {NAMED: os.environ[NAMED]}
+    compiler = installed.compiler()
+    for path in compiler.assemblers.values() if compiler else ():
+        if installed.assembler_version(path).startswith(f"{cuda}."):
+            return {NAMED: str(path)}
+    raise ValueError(f"the Triton here has no assembler of CUDA {cuda}: name one by {NAMED}")
+
+
 def _say(done: int, total: int, name: str) -> None:
     if done % 50 == 0 or done == total:
         sys.stdout.write(f"kernels: {done} of {total}\n")
@@ -124,6 +140,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--groups", nargs="*", help="those of kernel_problems.py alone")
     given = parser.parse_args()
+    if given.cuda == 12:
+        os.environ |= assembled_for(given.cuda)
     entries = kernel_problems.entries(given.groups)
     build(given.venv, given.folder, entries, given.cuda, given.jobs)
 

@@ -6,7 +6,7 @@
 import gc
 import importlib
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Name -> module that defines it.
 _PUBLIC = {

@@ -6,8 +6,14 @@ import pytest
 
 pytest.importorskip("triton")
 
+import kernel_wheel
 from heedful.core.base import installed
+from heedful.core.base.device import by_name
+from heedful.core.call.problem import AttentionProblem
+from heedful.launch import prebuild
+from heedful.launch.code.manifest import WheelFacts, read_manifest
 from heedful.launch.driver import cuda
+from heedful.launch.record import Entry
 
 
 @pytest.mark.parametrize("name", ["ptxas", "ptxas-blackwell"])
@@ -23,3 +29,29 @@ def test_machine_code_says_which_cuda_its_assembler_is_of(name, tmp_path):
     )
     subprocess.run([ptxas, "-arch=sm_90a", source, "-o", made], check=True)
     assert f"release {cuda.cuda_of(made.read_bytes())}." in told
+
+
+def test_a_wheel_for_older_drivers_is_assembled_by_the_older_assembler(tmp_path, monkeypatch):
+    """A real kernel: its instructions in PTX of an older version, its code for drivers of both."""
+    compiler = installed.compiler()
+    if compiler is None or "ptxas-blackwell" not in compiler.assemblers:
+        pytest.skip("no Triton with two assemblers here")
+    monkeypatch.setenv("HEEDFUL_CACHE_DIR", str(tmp_path / "cache"))
+    entry = Entry(AttentionProblem.dense(1, 1, 4096, 32, 8, used_k=True, page_size=16), "forward")
+    facts = WheelFacts("1.2.3", "sm_90", 12)
+    for name, value in kernel_wheel.assembled_for(12).items():
+        monkeypatch.setenv(name, value)
+    count = prebuild.prebuild([entry], [by_name("H200")], tmp_path / "wheel", 1, wheel=facts)
+    text = (tmp_path / "wheel" / "manifest.json").read_bytes()
+    assert count == len(read_manifest(text).digests) == text.count(b", ptxas 12.")
+
+
+def test_a_triton_without_an_older_assembler_is_told_to_name_one(monkeypatch):
+    monkeypatch.delenv(kernel_wheel.NAMED, raising=False)
+    monkeypatch.setattr(installed, "assembler_version", lambda path: "13.4.59")
+    with pytest.raises(
+        ValueError, match=f"no assembler of CUDA 12: name one by {kernel_wheel.NAMED}"
+    ):
+        kernel_wheel.assembled_for(12)
+    monkeypatch.setenv(kernel_wheel.NAMED, "/its/ptxas")
+    assert kernel_wheel.assembled_for(12) == {kernel_wheel.NAMED: "/its/ptxas"}

@@ -46,6 +46,18 @@ class ForeignLaunch:
     programmatic: bool
     cooperative: bool
 
+    @property
+    def text(self) -> str:
+        """PTX or AMD assembly, for a launcher that assembles it. Raises RuntimeError where the
+        kernel has machine code alone."""
+        if not self.artifact.text:
+            raise RuntimeError(
+                f"{self.artifact.symbol}, made by {self.artifact.toolchain}, has no text: a wheel"
+                " of kernels holds machine code alone. Launch artifact.code, or compile it where"
+                " no such wheel is installed"
+            )
+        return self.artifact.text
+
 
 @dataclass(frozen=True, slots=True)
 class ForeignProgram:

@@ -473,6 +473,16 @@ def test_a_foreign_launcher_is_given_what_the_driver_is(backend, monkeypatch):
                 assert isinstance(given, (Pointer, Scalar)) and given == argument
 
 
+def test_a_foreign_launcher_that_wants_text_is_told_where_a_kernel_has_none():
+    kept = foreign.ForeignLaunch(
+        artifact(b"1"), (1, 1, 1), (), frozenset(), frozenset(), *[False] * 2
+    )
+    assert kept.text == kept.artifact.text != ""
+    bare = replace(kept, artifact=replace(kept.artifact, text=""))
+    with pytest.raises(RuntimeError, match=f"{kept.artifact.symbol}, .* machine code alone"):
+        bare.text  # noqa: B018
+
+
 def test_every_type_has_its_size_and_is_aligned_by_it():
     kinds = ["i8", "u8", "i1", "u8", "i32", "fp32", "i8", "i64", "*bf16", "u8"]
     parameters, size = lay_out([(f"p{i}", kind) for i, kind in enumerate(kinds)], {})

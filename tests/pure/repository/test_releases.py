@@ -61,6 +61,16 @@ def test_kernels_in_a_wheel_are_of_the_version_that_asks_for_them():
     assert wanted.split(";")[0] == f"{wheels.NAMES[0].replace('_', '-')}=={heedful.__version__}"
 
 
+def test_a_release_has_the_wheels_of_its_kernels_and_attests_what_it_publishes():
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    steps = re.findall(r"make \w+ PYTHON|subject-path: dist/\*|twine upload .* dist/\*", text)
+    assert [step.split()[:2][-1] for step in steps] == ["wheels", "kernels", "dist/*", "upload"]
+    makefile = (ROOT / "Makefile").read_text()
+    recipe = makefile.split("\nkernels:")[1].split("\n\n")[0]
+    assert re.findall(r"--cuda (\d+)|kernel_wheel.py", recipe) == ["", "", "12"]
+    assert len(re.findall("kernel_wheel.py", recipe)) == len(wheels.NAMES)
+
+
 def test_the_oldest_versions_are_those_of_the_extras():
     extras = PROJECT["project"]["optional-dependencies"]
     for name, (oldest, _) in TESTED.items():
