@@ -9,6 +9,7 @@ batch, short and long, multiples of a tile and not.
 
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "src")]
 from heedful.core.base.device import by_name  # noqa: E402
 from heedful.core.call.mask import MaskSpec  # noqa: E402
 from heedful.core.call.problem import LATENT_ROWS, AttentionProblem  # noqa: E402
+from heedful.launch.program import buffers  # noqa: E402
 from heedful.launch.record import Entry  # noqa: E402
 
 BF16 = "bfloat16"
@@ -29,6 +31,11 @@ TRAINED = (
 )
 # (batch, tokens in the cache): of decode.
 CACHED = ((1, 1024), (1, 8192), (1, 131072), (8, 4096), (64, 8192), (256, 2048), (5, 777))
+# (batch, longest of its queries, queries of all, longest keys): of engines.
+MIXED = (
+    *((128, 1, 128, 8192), (128, 2048, 10176, 4096), (64, 512, 575, 65536)),
+    *((2, 2048, 2049, 32768), (8, 2048, 9200, 2048), (1, 300, 300, 300), (10, 50, 59, 4096)),
+)
 GROUPS = ((32, 32), (32, 8), (64, 8))
 Facts = dict[str, Any]
 _GEMMA: Facts = {"softcap": 50.0}
@@ -90,6 +97,13 @@ def _both(facts: Iterable[Facts]) -> Iterator[Entry]:
 
 def _entry(facts: Facts, direction: str = "forward") -> Entry:
     return Entry(AttentionProblem.dense(**facts), direction)
+
+
+def _with_and_without_scales(facts: Facts) -> Iterator[Entry]:
+    """A call over e4m3. Its scales are left out where all are 1."""
+    entry = _entry(facts)
+    kept = {n: spec for n, spec in buffers.forward(entry.problem).items() if "descale" not in n}
+    yield from (entry, replace(entry, buffers=kept))
 
 
 def _step(facts: Facts, **appends) -> Entry:
@@ -191,6 +205,42 @@ def decode() -> Iterator[Entry]:
         yield _entry(one)
 
 
+def mixed() -> Iterator[Entry]:
+    """Batches of engines: prompts and steps as packed queries over pages."""
+    for dim, heads, page in product((64, 128, 256), GROUPS, (16, 64)):
+        for kv in (BF16, "float8_e4m3fn")[: 1 + (dim < 256)]:
+            for one in _served(heads, page, head_dim=dim, kv_dtype=kv):
+                yield from _with_and_without_scales(one) if kv != BF16 else (_entry(one),)
+    for page, mask in product((16, 64), (CAUSAL, *windows(128))):
+        facts: Facts = {"head_dim": 64, "mask": mask, "sink": True}
+        yield from map(_entry, _served((64, 8), page, **facts))
+
+
+def _served(heads: tuple[int, int], page: int, **facts) -> Iterator[Facts]:
+    for batch, queries, total, keys in MIXED:
+        sizes = {"batch": batch, "seqlen_q": queries, "seqlen_k": keys, "total_q": total}
+        more = {"used_k": True, "page_size": page}
+        yield sizes | more | _heads(heads) | {"mask": CAUSAL} | facts
+
+
+def invariant() -> Iterator[Entry]:
+    """numerics="invariant": training, prompts and steps."""
+    for dim, mask in product((64, 128), (FULL, CAUSAL)):
+        facts: Facts = {"head_dim": dim, "mask": mask, "invariant": True}
+        for make in (dense, packed):
+            yield from _both(make(TRAINED, (32, 8), **facts))
+        for page in (0, 16, 64):
+            yield from map(_entry, cached((1, 512), (32, 8), page, **facts))
+
+
+def partial() -> Iterator[Entry]:
+    """Parts of the keys, whose outputs are float32 and are merged."""
+    for dim, mask in product((64, 128), (FULL, CAUSAL)):
+        facts: Facts = {"head_dim": dim, "mask": mask, "out_dtype": "float32", "return_lse": True}
+        for make in (dense, packed):
+            yield from map(_entry, make(TRAINED, (32, 8), **facts))
+
+
 def appending() -> Iterator[Entry]:
     """Steps that write new keys into the cache first, rotated or not."""
     for dim, page, tokens in product((64, 128), (0, 16, 64, 256), (1, 512)):
@@ -210,7 +260,7 @@ def quantised() -> Iterator[Entry]:
     for dim, page in product((64, 128), (0, 16, 64)):
         facts: Facts = {"head_dim": dim, "mask": CAUSAL, "kv_dtype": "float8_e4m3fn"}
         for one in cached((1, 4, 512), (32, 8), page, **facts):
-            yield _entry(one)
+            yield from _with_and_without_scales(one)
     for kv, page in product(("int8", "int4"), (0, 16)):
         facts = {"head_dim": 128, "mask": CAUSAL, "kv_dtype": kv, "kv_group": 128}
         for one in cached((1,), (32, 8), page, **facts):
@@ -230,7 +280,14 @@ def latent() -> Iterator[Entry]:
 def fp8() -> Iterator[Entry]:
     for dim, mask, heads in product((64, 128), (FULL, CAUSAL), GROUPS[:2]):
         for one in dense(TRAINED, heads, head_dim=dim, mask=mask, dtype="float8_e4m3fn"):
-            yield _entry(one)
+            yield from _with_and_without_scales(one)
+
+
+def half() -> Iterator[Entry]:
+    """float16: training and decode."""
+    dtypes = dict.fromkeys(("dtype", "kv_dtype", "out_dtype"), "float16")
+    for entry in (*training(), *decode()):
+        yield replace(entry, problem=replace(entry.problem, **dtypes))
 
 
 ALL = (
@@ -240,10 +297,14 @@ ALL = (
     masks,
     chunks,
     decode,
+    mixed,
+    invariant,
+    partial,
     appending,
     quantised,
     latent,
     fp8,
+    half,
 )
 
 

@@ -39,6 +39,11 @@ def packed(lengths, heads_q, heads_k, dim, **options) -> None:
     out.backward(torch.zeros_like(out))
 
 
+def part(*shape: int) -> None:
+    q, k, v = (some(*shape) for _ in "qkv")
+    flash_attn_func(q, k, v, return_lse=True, out=torch.zeros(shape))
+
+
 def served(tokens, heads_q, heads_k, dim, page_size, appends=True, **options: Any) -> None:
     storage = (4 * 4096 // page_size, page_size) if page_size else (4, 4096)
     caches = [some(*storage, heads_k, dim) for _ in "kv"]
@@ -49,6 +54,17 @@ def served(tokens, heads_q, heads_k, dim, page_size, appends=True, **options: An
     lengths = torch.full((4,), 100, dtype=torch.int32)
     q = some(4, tokens, heads_q, dim)
     flash_attn_with_kvcache(q, caches[0], caches[1], cache_seqlens=lengths, causal=True, **options)
+
+
+def batch(lengths, heads_q, heads_k, dim, page_size, dtype=torch.bfloat16, **options: Any) -> None:
+    """Prompts and steps of an engine over one cache."""
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    pages = some(len(lengths) * 4096 // page_size, page_size, heads_k, dim).to(dtype)
+    table = torch.zeros(len(lengths), 4096 // page_size, dtype=torch.int32)
+    used = torch.full((len(lengths),), 3000, dtype=torch.int32)
+    options |= {"block_table": table, "seqused_k": used, "causal": True}
+    q = some(sum(lengths), heads_q, dim)
+    flash_attn_varlen_func(q, pages, pages.clone(), starts, None, max(lengths), 4096, **options)
 
 
 CALLS = {
@@ -67,13 +83,25 @@ CALLS = {
     "Llama decodes from pages": lambda: served(1, 32, 8, 128, 256),
     "Llama prefills pages": lambda: served(512, 32, 8, 128, 16),
     "an engine decodes from pages": lambda: served(1, 32, 8, 128, 16, appends=False),
+    "an engine serves a batch": lambda: batch([1] * 60 + [700], 32, 8, 128, 16),
+    "an engine serves an e4m3 cache": lambda: batch(
+        [1] * 9 + [50], 32, 8, 128, 16, torch.float8_e4m3fn
+    ),
+    "an engine serves gpt-oss": lambda: batch(
+        [1] * 60 + [700], 64, 8, 64, 16, window_size=(127, 0), sink=torch.zeros(64)
+    ),
+    "no bit depends on the batch": lambda: trained(
+        1, 2048, 32, 8, 128, causal=True, numerics="invariant"
+    ),
+    "parts of the keys": lambda: part(2, 512, 32, 128),
     "gpt-oss decodes": lambda: served(1, 64, 8, 64, 16, window_size=(127, 0), sink=torch.zeros(64)),
 }
 
 
 @pytest.fixture(scope="module")
 def listed() -> set[str]:
-    groups = ("training", "families", "deterministic", "chunks", "decode", "appending")
+    unused = ("latent", "quantised", "masks", "fp8", "half")
+    groups = [g.__name__ for g in kernel_problems.ALL if g.__name__ not in unused]
     return set(prebuild.kernels(kernel_problems.entries(groups), [H200, H100])[0])
 
 
