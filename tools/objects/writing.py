@@ -12,17 +12,26 @@ from heedful.emulator.clock import fingerprint
 _HEAD = """# title: {title}
 # date: {day}
 # device: none: the emulator's clock {mark}; published: MI300X and MI355X
-# versions: ROCm/aiter's objects and op_tests/cpp/mha/README.md
+# versions: {versions}
 # method: {method}
 """
 
 
+_AITER = "ROCm/aiter's objects and op_tests/cpp/mha/README.md"
+
+
 def write_table(
-    path: Path, title: str, method: str, head: Sequence[str], lines: Sequence[Sequence]
+    path: Path,
+    title: str,
+    method: str,
+    head: Sequence[str],
+    lines: Sequence[Sequence],
+    versions: str = _AITER,
 ):
     """A CSV file of measurements/."""
     with path.open("w", newline="") as file:
         mark = fingerprint()
-        file.write(_HEAD.format(title=title, day=date.today(), method=method, mark=mark))
+        facts = {"title": title, "method": method, "versions": versions, "mark": mark}
+        file.write(_HEAD.format(day=date.today(), **facts))
         writer = csv.writer(file, lineterminator="\n")
         writer.writerows([head, *lines])
