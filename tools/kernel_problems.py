@@ -30,7 +30,10 @@ TRAINED = (
     *((1, 64), (1, 130), (2, 100), (8, 128)),
 )
 # (batch, tokens in the cache): of decode.
-CACHED = ((1, 1024), (1, 8192), (1, 131072), (8, 4096), (64, 8192), (256, 2048), (5, 777))
+CACHED = (
+    *((1, 1024), (1, 8192), (1, 131072), (8, 4096)),
+    *((16, 8192), (64, 8192), (256, 2048), (5, 777)),
+)
 # (batch, longest of its queries, queries of all, longest keys): of engines.
 MIXED = (
     *((128, 1, 128, 8192), (128, 2048, 10176, 4096), (64, 512, 575, 65536)),
@@ -196,13 +199,31 @@ def chunks() -> Iterator[Entry]:
             yield _entry(one | {"used_k": False, "mask": mask})
 
 
+def _as_called(facts: Facts) -> Iterator[Facts]:
+    """One new token sees all keys, causal or not: a step may be called either way."""
+    yield facts
+    if facts["seqlen_q"] == 1:
+        yield facts | {"mask": FULL}
+
+
 def decode() -> Iterator[Entry]:
     """Steps over caches; speculative tokens; prefill into pages."""
     for dim, heads, page in product((64, 128, 256), GROUPS, (0, 16, 64, 256)):
         for one in cached((1, 4, 512), heads, page, head_dim=dim, mask=CAUSAL):
-            yield _entry(one)
+            yield from map(_entry, _as_called(one))
     for one in _of_gpt_oss((1, 512)):
         yield _entry(one)
+
+
+def prefixed() -> Iterator[Entry]:
+    """Steps that share their first keys: their own keys, and all rows over the shared ones."""
+    for dim, heads in product((64, 128), GROUPS):
+        facts: Facts = {"head_dim": dim, "return_lse": True, "keeps_rest": True}
+        for page in (0, 16):
+            yield from map(_entry, cached((1,), heads, page, **facts))
+        for rows, keys in product((8, 64, 256), (512, 16384)):
+            sizes = {"batch": 1, "seqlen_q": rows, "seqlen_k": keys}
+            yield _entry(sizes | _heads(heads) | facts)
 
 
 def mixed() -> Iterator[Entry]:
@@ -245,8 +266,9 @@ def appending() -> Iterator[Entry]:
     """Steps that write new keys into the cache first, rotated or not."""
     for dim, page, tokens in product((64, 128), (0, 16, 64, 256), (1, 512)):
         for one in cached((tokens,), (32, 8), page, head_dim=dim, mask=CAUSAL):
-            yield _step(one, tokens=tokens)
-            yield _step(one, tokens=tokens, rotary="halves")
+            for called in _as_called(one):
+                yield _step(called, tokens=tokens)
+                yield _step(called, tokens=tokens, rotary="halves")
     for one in _of_gpt_oss((1, 512)):
         yield _step(one, tokens=one["seqlen_q"])
 
@@ -260,11 +282,12 @@ def quantised() -> Iterator[Entry]:
     for dim, page in product((64, 128), (0, 16, 64)):
         facts: Facts = {"head_dim": dim, "mask": CAUSAL, "kv_dtype": "float8_e4m3fn"}
         for one in cached((1, 4, 512), (32, 8), page, **facts):
-            yield from _with_and_without_scales(one)
-    for kv, page in product(("int8", "int4"), (0, 16)):
+            for called in _as_called(one):
+                yield from _with_and_without_scales(called)
+    for kv, page in product(("int8", "int4", "float8_e4m3fn"), (0, 16)):
         facts = {"head_dim": 128, "mask": CAUSAL, "kv_dtype": kv, "kv_group": 128}
         for one in cached((1,), (32, 8), page, **facts):
-            yield _entry(one)
+            yield from map(_entry, _as_called(one))
 
 
 def latent() -> Iterator[Entry]:
@@ -274,7 +297,7 @@ def latent() -> Iterator[Entry]:
     ):
         facts: Facts = {"head_dim": 576, "head_dim_v": 512, "v_in_k": True, "kv_dtype": kv}
         for one in cached((1, 2), (heads, 1), page, mask=CAUSAL, **facts):
-            yield _entry(one)
+            yield from map(_entry, _as_called(one))
 
 
 def fp8() -> Iterator[Entry]:
@@ -297,6 +320,7 @@ ALL = (
     masks,
     chunks,
     decode,
+    prefixed,
     mixed,
     invariant,
     partial,

@@ -10,9 +10,17 @@ pytest.importorskip("triton")
 import torch
 
 import kernel_problems
-from heedful import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from heedful import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    pack_latent,
+    quantize_kv,
+)
+from heedful.bench import steps
 from heedful.bench.harness import cases
 from heedful.core.base.device import by_name
+from heedful.core.call.problem import LATENT_ROWS
 from heedful.launch import prebuild, record
 from support.runs import standin
 
@@ -100,7 +108,7 @@ CALLS = {
 
 @pytest.fixture(scope="module")
 def listed() -> set[str]:
-    unused = ("latent", "quantised", "masks", "fp8", "half")
+    unused = ("masks", "fp8", "half")
     groups = [g.__name__ for g in kernel_problems.ALL if g.__name__ not in unused]
     return set(prebuild.kernels(kernel_problems.entries(groups), [H200, H100])[0])
 
@@ -121,6 +129,34 @@ def test_tables_need_no_kernel_that_is_not_listed(group, listed):
     directions = ("forward", "backward") if found[0].direction == "backward" else ("forward",)
     entries = [record.Entry(case.problem, way) for case in found for way in directions]
     assert prebuild.kernels(entries, [H200])[0].keys() <= listed
+
+
+def unwritten(step: steps.Step, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Keys as a step's cache has them, whose bytes nobody writes: they take no memory."""
+    if not step.stored:
+        return x, None
+    if step.by_head:
+        scales = torch.ones(len(step.lengths), x.shape[-2])
+        return torch.empty(x.shape, dtype=getattr(torch, step.stored)), scales
+    row = torch.ones(1, 1, *x.shape[2:], dtype=x.dtype)
+    made = (pack_latent(row),) if step.stored == LATENT_ROWS else quantize_kv(row, step.stored)[:2]
+    stored = [torch.empty(*x.shape[:2], *part.shape[2:], dtype=part.dtype) for part in made]
+    return stored[0], stored[1] if len(stored) > 1 else None
+
+
+# What the list leaves out: a page of one key.
+STEPS = [step for step in steps.STEPS if step.page != 1]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
+def test_steps_need_no_kernel_that_is_not_listed(step, listed, monkeypatch, tmp_path):
+    monkeypatch.setattr(steps, "_stored", unwritten)
+    monkeypatch.setattr(
+        steps.Drawn, "normal", lambda self, *shape: torch.empty(shape, dtype=torch.bfloat16)
+    )
+    with standin.gpu(H200.name), record.record(tmp_path / "list"):
+        steps.heedful(step, steps.draw(step, torch.device("cpu")))()
+    assert prebuild.kernels(record.load(tmp_path / "list"), [H200])[0].keys() <= listed
 
 
 def test_an_unknown_group_is_named_with_those_that_there_are():
