@@ -30,8 +30,8 @@ def forward(
     problem.out_dtype, any strides; made if None.
 
     Returns out; lse, float32 (B, H, Sq) or (H, Tq), natural, with the sink and without the dropout;
-    probs (B, H, Sq, Sk) in out's dtype if problem.return_probs, as in `reference.oracle.forward`,
-    else None. Tokens that no sequence uses get 0 and -inf.
+    probs (B, H, Sq, Sk) in out's dtype or the largest scores, as in `reference.oracle.forward`,
+    if the problem asks, else None. Tokens that no sequence uses get 0 and -inf.
 
     Raises ValueError where block_table meets kv_batch_idx.
     """
@@ -41,7 +41,7 @@ def forward(
     lse = torch.full(problem.lse_shape, -torch.inf, dtype=torch.float32, device="cpu")
     if whole.takes(problem, x):
         whole.forward(problem, x, out, lse)
-        return out, lse, None
+        return out, lse, _largest_scores(problem, x)
     if problem.varlen_q or problem.used_q:
         out.zero_()
     probs = None
@@ -67,7 +67,12 @@ def forward(
         for block in blocks(problem, x, apart=True)
     ]
     for_each(groups, work, lambda: Tiles(problem, x), worth_threads(problem))
-    return out, lse, probs
+    return out, lse, _largest_scores(problem, x) if probs is None else probs
+
+
+def _largest_scores(problem: AttentionProblem, x: Operands) -> torch.Tensor | None:
+    """The largest score of each row, without the sink, if the problem asks."""
+    return statistics(problem, x._replace(sink=None))[0] if problem.max_scores else None
 
 
 KeyTiles = list[tuple[range, bool]]

@@ -32,12 +32,12 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 def forward(
     problem: AttentionProblem, x: Operands, far_scores: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """As `oracle.forward`, on torch tensors: out and probs in T, lse float32."""
+    """As `oracle.forward`, on torch tensors: out and probs in T, lse and scores float32."""
     twin = twin_dtype(x.q.dtype)
     q_THD = _flat(x.q)
     out_THE = q_THD.new_zeros((*q_THD.shape[:2], problem.head_dim_v), dtype=twin)
     lse_HT = torch.full((problem.heads_q, len(q_THD)), -torch.inf, device=x.q.device)
-    probs = None
+    probs, max_HT = None, torch.full_like(lse_HT, -torch.inf)
     if problem.return_probs:
         shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
         probs = out_THE.new_zeros(shape)
@@ -46,10 +46,12 @@ def forward(
         rows = slice(seq.q_token, seq.q_token + seq.len_q)
         out_THE[rows] = c.out_HME.transpose(0, 1)
         lse_HT[:, rows] = c.lse_HM
+        max_HT[:, rows] = c.max_HM
         if probs is not None:
             signed = torch.where(c.drop_HMN > 0, c.p_HMN, -c.p_HMN)
             probs[seq.batch, :, : seq.len_q, : seq.len_k] = signed
-    return out_THE.reshape(*x.q.shape[:-1], problem.head_dim_v), _lse_shaped(problem, lse_HT), probs
+    more = _lse_shaped(problem, max_HT) if problem.max_scores else probs
+    return out_THE.reshape(*x.q.shape[:-1], problem.head_dim_v), _lse_shaped(problem, lse_HT), more
 
 
 def backward(
@@ -103,6 +105,7 @@ class _SequenceForward(NamedTuple):
     p_HMN: torch.Tensor
     p_sink_HM1: torch.Tensor | float  # 0 without a sink
     lse_HM: torch.Tensor
+    max_HM: torch.Tensor
     drop_HMN: torch.Tensor
     out_HME: torch.Tensor
 
@@ -150,7 +153,10 @@ def _sequence_forward(
     drop_HMN = _drop(problem, x, seq, device).to(twin)
     weights_HMN = as_operand(p_HMN * drop_HMN, x.q.dtype)
     out_HME = _matmul(weights_HMN, v_HNE, twin)
-    probabilities = p_HMN, p_sink_HM1, lse_HM
+    max_HM = s_HMN.new_full(s_HMN.shape[:2], -torch.inf)
+    if s_HMN.shape[2]:
+        max_HM = s_HMN.amax(-1)
+    probabilities = p_HMN, p_sink_HM1, lse_HM, max_HM
     return _SequenceForward(q_HMD, k_HND, v_HNE, slope_HMN, *probabilities, drop_HMN, out_HME)
 
 

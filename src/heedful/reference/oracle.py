@@ -22,12 +22,14 @@ from heedful.reference.sequences import Sequence, sequences
 def forward(
     problem: AttentionProblem, x: Operands
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Output, natural-log LSE and, if problem.return_probs, the sign-coded probabilities.
+    """Output, natural-log LSE and, if the problem asks, the sign-coded probabilities or the largest
+    scores.
 
     x: NumPy arrays laid out as Operands says (see `convert.as_numpy` for torch tensors).
 
     Returns float64 out (B, Sq, H, E) or (Tq, H, E); lse (B, H, Sq) or (H, Tq), with the sink and
-    without the dropout; probs (B, H, Sq, Sk) or None. As in what flash-attn 2.x's tests read, an
+    without the dropout; the largest scores, without the sink, like lse; or probs (B, H, Sq, Sk); or
+    None. As in what flash-attn 2.x's tests read, an
     entry of probs is the normalised probability before dropout, negative where it is dropped; keys
     that are masked out, and whatever lies past a sequence's lengths, are 0.
 
@@ -81,6 +83,7 @@ class _Block(NamedTuple):
     p_HMN: np.ndarray
     p_sink_HM: np.ndarray | float
     lse_HM: np.ndarray
+    max_HM: np.ndarray
     drop_HMN: np.ndarray | float
 
     @property
@@ -97,6 +100,7 @@ class _Forward:
         tokens = len(_tokens(x.q, packed=x.q.ndim == 3))
         self._out_THE = np.zeros((tokens, problem.heads_q, problem.head_dim_v))
         self._lse_HT = np.full((problem.heads_q, tokens), -np.inf)
+        self._max_HT = np.full((problem.heads_q, tokens), -np.inf)
         self._probs = None
         if problem.return_probs:
             shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
@@ -106,6 +110,7 @@ class _Forward:
         out_HME = (c.p_HMN * c.drop_HMN) @ c.v_HNE
         self._out_THE[c.rows, c.heads] = out_HME.swapaxes(0, 1)
         self._lse_HT[c.heads, c.rows] = c.lse_HM
+        self._max_HT[c.heads, c.rows] = c.max_HM
         if self._probs is not None:
             dropout = self._problem.dropout_p
             signed = np.where(c.drop_HMN > 0, c.p_HMN, -c.p_HMN) if dropout else c.p_HMN
@@ -113,7 +118,10 @@ class _Forward:
 
     def results(self):
         lse = _lse_shaped(self._problem, self._lse_HT)
-        return self._out_THE.reshape(self._shape), lse, self._probs
+        more = self._probs
+        if self._problem.max_scores:
+            more = _lse_shaped(self._problem, self._max_HT)
+        return self._out_THE.reshape(self._shape), lse, more
 
 
 class _Backward:
@@ -213,6 +221,7 @@ def _block(problem: AttentionProblem, x: Operands, seq: Sequence, kv_heads: slic
         seen = seen & in_blocks(x, seq)[heads]
     s_HMN = np.where(seen, s_HMN, -np.inf)
     softmax = _softmax(s_HMN, None if x.sink is None else x.sink[heads])
+    max_HM = s_HMN.max(-1, initial=-np.inf)
     drop_HMN = 1.0
     if problem.dropout_p > 0:
         sizes = (heads.stop - heads.start, seq.len_q, seq.len_k)
@@ -220,7 +229,7 @@ def _block(problem: AttentionProblem, x: Operands, seq: Sequence, kv_heads: slic
         batch, head, row, col = problem.dropout_origin
         origin = (batch, head + heads.start, row, col)
         drop_HMN = keep_mask(seed, p, seq.batch, *sizes, origin) * keep_scale(p)
-    return _Block(seq, heads, kv_heads, q_HMD, k_HND, v_HNE, slope_HMN, *softmax, drop_HMN)
+    return _Block(seq, heads, kv_heads, q_HMD, k_HND, v_HNE, slope_HMN, *softmax, max_HM, drop_HMN)
 
 
 def visible(problem: AttentionProblem, x: Operands, seq: Sequence) -> np.ndarray:

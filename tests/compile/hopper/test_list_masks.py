@@ -72,17 +72,17 @@ def compiled(head_dim: int, side: int, **facts):
     return call
 
 
-KINDS = [(128, 128), (128, 64), (64, 128), (64, 64)]
+KINDS = [(128, 128, False), (128, 128, True), (128, 64, False), (64, 128, True), (64, 64, False)]
 
 
 @pytest.mark.parametrize(
-    "head_dim, side",
-    [pytest.param(*v, marks=[] if v == (128, 128) else [pytest.mark.slow]) for v in KINDS],
+    "head_dim, side, causal",
+    [pytest.param(*v, marks=[] if v == (128, 128, True) else [pytest.mark.slow]) for v in KINDS],
 )
-def test_whole_tiles_of_a_list_run_the_loop_of_calls_without_a_mask(head_dim, side):
+def test_whole_tiles_of_a_list_run_the_loop_of_calls_without_a_mask(head_dim, side, causal):
     """In which consumers know no positions: an FFMA, an exponential and an addition for each of a
     thread's scores, and four branches."""
-    call = compiled(head_dim, side, return_lse=True)
+    call = compiled(head_dim, side, causal=causal, return_lse=True)
     assert call.constants["params.tile.BLOCK_N"] == side
     loop = bare_loop(call, DEVICE)
     assert (loop.mufu, loop.floats) == (side // 2, side)
@@ -90,7 +90,6 @@ def test_whole_tiles_of_a_list_run_the_loop_of_calls_without_a_mask(head_dim, si
 
 
 OTHERS = [
-    (128, 128, {"causal": True}),
     (128, 64, {"causal": True, "softcap": 10.0}),
     (256, 128, {"return_lse": True}),
     (256, 64, {"causal": True}),

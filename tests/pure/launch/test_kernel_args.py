@@ -197,7 +197,7 @@ def test_a_group_of_another_class_than_its_field_is_a_type_error():
             call_of(params=params._replace(tile=params.mask))
     # A whole group may be absent.
     assert call_of(io=io._replace(lse=None)).writes == {"out"}
-    assert leaves("io", io._replace(lse=None))[-2] == ("io.lse", None, Kind.WRITTEN)
+    assert leaves("io", io._replace(lse=None))[-3] == ("io.lse", None, Kind.WRITTEN)
 
 
 def test_a_cluster_has_at_least_one_program():

@@ -33,14 +33,16 @@ class Interpreted:
         interpret(build(problem, self._plan(problem), specs), tensors)
 
     def forward(self, problem, x, out):
-        """(out, lse, probs)."""
+        """(out, lse, probs or largest scores)."""
         tensors = {name: t for name, t in x._asdict().items() if t is not None}
         tensors |= {"out": out, "lse": torch.full(problem.lse_shape, torch.nan)}
         if problem.return_probs:
             shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
             tensors["probs"] = torch.zeros(shape, dtype=out.dtype)
+        if problem.max_scores:
+            tensors["max_scores"] = torch.full(problem.lse_shape, -torch.inf)
         self._run(portable.forward, problem, tensors)
-        return out, tensors["lse"], tensors.get("probs")
+        return out, tensors["lse"], tensors.get("probs", tensors.get("max_scores"))
 
     def backward(self, problem, x, out, lse, dout, dlse=None):
         """Gradients of the inputs."""

@@ -23,11 +23,15 @@ WINDOW = "(left, right) or (left, right, first), each an int"
 ORIGIN = f"(batch, head, row, column), each an int from 0 to {_LARGEST_ORIGIN}"
 
 
+# return_max_logits of each row, and not of each head.
+ROWS = "rows"
+
+
 class Options(NamedTuple):
     """The arguments of one call that are plain values.
 
     kind: "dense", "varlen" or "kvcache", which decides the layouts and the names in messages.
-    max_seqlen_q, max_seqlen_k: of varlen calls, else None.
+    max_seqlen_q, max_seqlen_k: of varlen calls, else None. return_max_logits: of rows.
     """
 
     kind: Any
@@ -41,6 +45,7 @@ class Options(NamedTuple):
     deterministic: Any = False
     return_attn_probs: Any = False
     return_lse: Any = False
+    return_max_logits: Any = False
     num_splits: Any = 0
     q_offset: Any = None
     backend: Any = None
@@ -106,6 +111,15 @@ def argument_name(name: str, kind: str) -> str:
     if name == "seed":
         return "dropout_seed"
     return _KVCACHE_NAMES.get(name, name) if kind == "kvcache" else name
+
+
+def is_asked(return_max_logits: Any) -> Any:
+    """Whether largest scores are wanted; they are computed of rows. ValueError for another word."""
+    if not isinstance(return_max_logits, str):
+        return return_max_logits
+    if return_max_logits != ROWS:
+        raise ValueError(f"return_max_logits must be a bool or {ROWS!r}, got {return_max_logits!r}")
+    return True
 
 
 def one_sink(sink: Any, s_aux: Any, learnable_sink: Any) -> Any:
@@ -188,6 +202,7 @@ def plain_options(options: Options, whole=whole, real=real, truth=truth) -> Opti
         deterministic=truth("deterministic", options.deterministic),
         return_attn_probs=truth("return_attn_probs", options.return_attn_probs),
         return_lse=truth(argument_name("return_lse", kind), options.return_lse),
+        return_max_logits=truth("return_max_logits", is_asked(options.return_max_logits)),
         num_splits=numbers.parts(whole("num_splits", options.num_splits)),
         q_offset=None if offset is None else whole("q_offset", offset, "an int or None"),
         backend=options.backend,

@@ -117,6 +117,7 @@ def check(call: AttentionCall) -> AttentionProblem:
         bias_grad=call.bias_grad,
         return_lse=options.return_lse or probs,
         return_probs=probs and drops,
+        max_scores=options.return_max_logits,
         deterministic=options.deterministic,
         num_splits=options.num_splits,
         v_in_k=call.v_in_k,
@@ -167,7 +168,10 @@ class _Sizes(NamedTuple):
 
 
 def _check_arguments(x: Operands, options: Options) -> None:
-    """Raises where a packed call lacks an argument that it needs."""
+    """Raises where two results are asked for that no call gives, and where a packed call lacks an
+    argument that it needs."""
+    if options.return_max_logits and options.return_attn_probs:
+        raise ValueError("return_attn_probs must be False with return_max_logits, got True")
     if options.kind != "varlen":
         return
     for name in ("max_seqlen_q", "max_seqlen_k"):

@@ -63,11 +63,12 @@ class AttentionProblem:
     share one scale of a quantised cache, 0 for a scale per head or none. kv_shift: the quantised
     cache has a zero shift per scale. needs_grad, bias_grad: whether a backward will follow, and
     whether it computes the bias's gradient. return_lse: whether the caller reads the log-sum-exp.
-    return_probs: the sign-coded dropped probabilities are wanted (tests). keeps_rest: the rounding
-    error of the log-sum-exp is wanted beside it, for a merge on a GPU. deterministic: the backward
-    must be bit-equal from run to run. num_splits: 0 = choose, 1 = do not split the keys, n = split
-    them in n. aligned: all bases and strides are multiples of 16 bytes. even_rows: the batch stride
-    of K and V (or the stride of pages) is a multiple of the row stride, and less than 2^30 rows.
+    return_probs: the sign-coded dropped probabilities are wanted (tests). max_scores: the largest
+    score of each row is wanted, without the sink. keeps_rest: the rounding error of the log-sum-exp
+    is wanted beside it, for a merge on a GPU. deterministic: the backward must be bit-equal from
+    run to run. num_splits: 0 = choose, 1 = do not split the keys, n = split them in n. aligned: all
+    bases and strides are multiples of 16 bytes. even_rows: the batch stride of K and V (or the
+    stride of pages) is a multiple of the row stride, and less than 2^30 rows.
     near_rows: rows of Q, K, V and the output begin less than NEAR_BYTES apart. v_in_k: V is a view
     of the first head_dim_v values of each row of K (MLA). dropout_origin: (batch, head, row,
     column) of this call's first score in the whole problem, so that a shard draws the mask that the
@@ -109,6 +110,7 @@ class AttentionProblem:
     bias_grad: bool = False
     return_lse: bool = False
     return_probs: bool = False
+    max_scores: bool = False
     keeps_rest: bool = False
     deterministic: bool = False
     num_splits: int = 0
@@ -201,8 +203,9 @@ class AttentionProblem:
 
     @property
     def makes_lse(self) -> bool:
-        """Whether the caller, a backward or the probabilities need the log-sum-exp."""
-        return self.return_lse or self.needs_grad or self.return_probs or self.keeps_rest
+        """Whether the caller, a backward or a further result needs the log-sum-exp."""
+        wanted = self.return_probs or self.max_scores or self.keeps_rest
+        return self.return_lse or self.needs_grad or wanted
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
@@ -390,6 +393,7 @@ FEATURES = {
     "dropout": "dropout",
     "return_lse": "returned log-sum-exp",
     "return_probs": "returned probabilities",
+    "max_scores": "returned largest scores",
     "varlen": "packed sequences",
     "seqused": "lengths used of each sequence",
     "paged": "paged KV cache",
@@ -421,4 +425,4 @@ _FLAGS = (
     "leftpad_k",
     "key_ranges",
 )
-_FLAGS += ("block_mask", "return_lse", "return_probs", "bias_grad")
+_FLAGS += ("block_mask", "return_lse", "return_probs", "max_scores", "bias_grad")

@@ -337,7 +337,8 @@ def _dealt_out(row: Variant, tiles, problem: AttentionProblem, device: DeviceSpe
         # On a CPU keys are not split by default: its threads share the tiles.
         splits = max(1, problem.num_splits)
         if forward is not None:
-            splits = 1 if problem.return_probs else sizes.best_splits(forward, problem, device)
+            is_whole = problem.return_probs or problem.max_scores
+            splits = 1 if is_whole else sizes.best_splits(forward, problem, device)
     if isinstance(forward, SharedKeysConfig):
         # Its programs share the keys by themselves.
         return {}

@@ -242,7 +242,7 @@ _OF_HOPPER = frozenset(
     {"causal", "window", "first_keys", "diagonal", "sink", "softcap", "alibi", "bias"}
     | {"dropout", "varlen", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
     | {"head_dims_differ", "return_lse", "split_kv", "backward", "bias_grad"}
-    | {"deterministic", "key_ranges", "block_mask"}
+    | {"deterministic", "key_ranges", "block_mask", "max_scores"}
 )
 _OF_HOPPER_DECODE = frozenset(
     {"causal", "window", "first_keys", "diagonal", "sink", "varlen", "seqused", "paged"}
@@ -337,7 +337,7 @@ def _hopper_backward(name: str, features: set[str], max_dim: int, *more: Gate) -
         "hopper",
         name,
         {"causal", "window", "diagonal", "sink", "varlen", "gqa", "head_dims_differ"}
-        | {"key_ranges", "return_lse", "backward", *features},
+        | {"key_ranges", "return_lse", "max_scores", "backward", *features},
         "hopper_backward",
         *(kernel, "portable.scores"),
         direction="backward",
@@ -432,7 +432,7 @@ VARIANTS: tuple[Variant, ...] = (
         "hopper",
         "hopper.forward",
         triton=(3, 6),
-        gates=(*_HOPPER_GATES, gates.lists_of_the_hopper_forward, gates.one_run_of_keys),
+        gates=(*_HOPPER_GATES, *gates.OF_THE_HOPPER_FORWARD),
         varies=None,
     ),
     _on_hopper(
@@ -500,7 +500,7 @@ VARIANTS: tuple[Variant, ...] = (
         least=(("triton", (3, 6)),),
         gates=(
             gates.parts_by_position,
-            gates.whole_probs,
+            gates.whole_results,
             gates.blocks_without_scores,
             gates.scales_of_groups,
             gates.fp8_conversion,

@@ -51,9 +51,11 @@ def one_run_of_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None
     return f"numerics='invariant' with {words}" if words else parts_by_position(problem, device)
 
 
-def whole_probs(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+def whole_results(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     if problem.return_probs and problem.num_splits > 1:
         return "returned probabilities of a split of the keys"
+    if problem.max_scores and (problem.num_splits > 1 or problem.invariant):
+        return "returned largest scores of parts of the keys"
     return None
 
 
@@ -342,3 +344,6 @@ def sdpa_log_sum_exp(problem: AttentionProblem, device: DeviceSpec) -> str | Non
         return "log-sum-exp or gradients of fewer KV heads than query heads"
     sizes = problem.batch, problem.seqlen_q, problem.seqlen_k
     return "log-sum-exp or gradients without tokens" if 0 in sizes else None
+
+
+OF_THE_HOPPER_FORWARD = (lists_of_the_hopper_forward, one_run_of_keys, whole_results)

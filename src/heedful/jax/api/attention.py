@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax import Array
+from jax import numpy as jnp
 from jax.typing import ArrayLike
 
-from heedful.core.call.arguments import WHOLE, Options, one_sink
+from heedful.core.call.arguments import ROWS, WHOLE, Options, is_asked, one_sink
 from heedful.core.call.numerics import with_numerics
 from heedful.core.call.operands import Operands
 from heedful.jax.traced.call import attend
@@ -41,6 +42,7 @@ def flash_attn_func(
     s_aux: Array | None = None,
     learnable_sink: Array | None = None,
     return_lse: bool = False,
+    return_max_logits: bool | str = False,
     num_splits: int = 0,
     q_descale: Array | None = None,
     k_descale: Array | None = None,
@@ -96,6 +98,8 @@ def flash_attn_func(
             differentiable.
         s_aux, learnable_sink: other names of sink; at most one of the three may be passed.
         return_lse: also return the log-sum-exp of the scores.
+        return_max_logits: also return the largest score of each head, over all queries and the keys
+            that they see, after the softcap and biases; "rows" returns that of each query.
         num_splits: into how many splits the keys are cut: 0 = choose, 1 = do not split.
         q_descale, k_descale, v_descale: float32, () or (batch, heads_k), with fp8 alone: the real
             value is stored * descale.
@@ -116,6 +120,8 @@ def flash_attn_func(
         return_lse: (out, lse), lse float32 (batch, heads_q, seqlen_q), natural log, with the sink,
         without the dropout, differentiable. With return_attn_probs: (out, lse, S_dmask), empty at
         dropout_p = 0, else (batch, heads_q, seqlen_q, seqlen_k), negative where dropped.
+        With return_max_logits the largest scores come last, float32 (heads_q,) or, of rows, like
+        lse; -inf where no key is seen.
 
     Raises:
         TypeError, ValueError: naming the argument, where the call is traced; ValueError with every
@@ -133,6 +139,7 @@ def flash_attn_func(
         deterministic=deterministic,
         return_attn_probs=return_attn_probs,
         return_lse=return_lse,
+        return_max_logits=is_asked(return_max_logits),
         num_splits=num_splits,
         q_offset=q_offset,
         backend=with_numerics(backend, numerics),
@@ -155,7 +162,8 @@ def flash_attn_func(
         k_descale=k_descale,
         v_descale=v_descale,
     )
-    return attend(x, options, dropout_seed)
+    results = attend(x, options, dropout_seed)
+    return results if return_max_logits is False else _with_max(results, options, return_max_logits)
 
 
 def flash_attn_varlen_func(
@@ -187,6 +195,7 @@ def flash_attn_varlen_func(
     s_aux: Array | None = None,
     learnable_sink: Array | None = None,
     return_lse: bool = False,
+    return_max_logits: bool | str = False,
     num_splits: int = 0,
     q_descale: Array | None = None,
     k_descale: Array | None = None,
@@ -242,6 +251,7 @@ def flash_attn_varlen_func(
         deterministic=deterministic,
         return_attn_probs=return_attn_probs,
         return_lse=return_lse,
+        return_max_logits=is_asked(return_max_logits),
         num_splits=num_splits,
         q_offset=q_offset,
         backend=with_numerics(backend, numerics),
@@ -266,4 +276,17 @@ def flash_attn_varlen_func(
         k_descale=k_descale,
         v_descale=v_descale,
     )
-    return attend(x, options, dropout_seed)
+    results = attend(x, options, dropout_seed)
+    return results if return_max_logits is False else _with_max(results, options, return_max_logits)
+
+
+def _with_max(results: Any, options: Options, asked: Any) -> Any:
+    """(out, largest scores), or (out, lse, them). results: with those of rows. asked: as in
+    `return_max_logits`."""
+    if not options.return_max_logits:
+        return results
+    out, lse, largest = results
+    if asked != ROWS:
+        axes = tuple(axis for axis in range(largest.ndim) if axis != largest.ndim - 2)
+        largest = jnp.max(largest, axes, initial=-jnp.inf)
+    return (out, lse, largest) if options.return_lse else (out, largest)

@@ -25,20 +25,22 @@ from heedful.jax.gpu.empty import empty
 from heedful.launch import foreign
 from heedful.launch.foreign import ForeignLaunch, TensorMapParameter
 from heedful.launch.program import programs
+from heedful.launch.program.buffers import BEGINNINGS
 from heedful.launch.program.buffers import results as results_of
 from heedful.launch.spec import Pointer, Program
 
 
 def forward(plan: Plan, x: Operands, origin: Array | None) -> tuple:
-    """(out, lse or None, its rest or None, probs or None)."""
+    """(out, lse or None, its rest or None, probs, largest scores or None)."""
     problem = plan.problem
     arrays, specs = _operands(problem, x, origin)
     made = results_of(problem)
-    if "probs" in made:
-        # Tokens of no sequence stay 0.
-        arrays["probs"] = jnp.zeros(*_type_of(made["probs"]))
+    for name in BEGINNINGS.keys() & made.keys():
+        shape, dtype = _type_of(made[name])
+        arrays[name] = jnp.full(shape, BEGINNINGS[name], dtype)
     done = run(_program(plan, "forward", specs | made), plan.device.arch, arrays, made, "forward")
-    return done["out"], *(done.get(name) for name in ("lse", "rest", "probs"))
+    more = done.get("probs", done.get("max_scores"))
+    return done["out"], done.get("lse"), done.get("rest"), more
 
 
 def step(

@@ -22,7 +22,7 @@ _INF = jnp.inf
 def forward(
     problem: AttentionProblem, x: Operands, origin: Array | None = None
 ) -> tuple[Array, Array, Array | None]:
-    """out, lse float32 and, if problem.return_probs, the sign-coded probabilities.
+    """out, lse float32 and, if the problem asks, sign-coded probabilities or the largest scores.
 
     x: as in Operands, but broadcast dims have size 1, and the seed is uint32 (2,), low word first.
     origin: uint32 (4,) in place of the problem's dropout_origin.
@@ -32,7 +32,7 @@ def forward(
     lse = jnp.full(p.lse_shape, -_INF, jnp.float32)
     probs = jnp.zeros(p.probs_shape, p.out_dtype) if p.return_probs else None
     if not (p.batch and p.seqlen_q and x.q.size):
-        return out, lse, probs
+        return out, lse, lse if p.max_scores else probs
 
     def sequence(b, state):
         seq = Sequence(p, x, b, origin)
@@ -41,6 +41,8 @@ def forward(
     (out, lse), _ = each_sequence(p.batch, sequence, (out, lse))
     if probs is not None and probs.size:
         probs = _probs(p, x, lse, origin)
+    if p.max_scores:
+        return out, lse, _statistics(p, x._replace(sink=None), lse, origin)[0]
     return out, lse, probs
 
 
@@ -168,10 +170,7 @@ def _softmax(p: AttentionProblem, x: Operands, lse: Array, origin: Array | None)
     is_far = (jnp.abs(lse) >= far_lse(x.q.dtype.itemsize)) & jnp.isfinite(lse)
 
     def anew():
-        def sequence(b, state):
-            return _statistics_of(Sequence(p, x, b, origin), state), None
-
-        (m, total), _ = each_sequence(p.batch, sequence, (lse, jnp.ones_like(lse)))
+        m, total = _statistics(p, x, lse, origin)
         # Rows may see no key here, and keys elsewhere.
         has_keys = is_far & (total > 0)
         m, total = jnp.where(has_keys, m, lse), jnp.where(has_keys, total, 1.0)
@@ -181,6 +180,15 @@ def _softmax(p: AttentionProblem, x: Operands, lse: Array, origin: Array | None)
 
     reference, weight = lax.cond(is_far.any(), anew, lambda: (lse, jnp.ones_like(lse)))
     return _Softmax(jnp.where(reference == -_INF, _INF, reference), weight)
+
+
+def _statistics(p: AttentionProblem, x: Operands, lse: Array, origin: Array | None):
+    """Maximum and sum of rows, laid out as lse; lse and 1 in tokens of no sequence."""
+
+    def sequence(b, state):
+        return _statistics_of(Sequence(p, x, b, origin), state), None
+
+    return each_sequence(p.batch, sequence, (lse, jnp.ones_like(lse)))[0]
 
 
 def norms(

@@ -55,7 +55,7 @@ def attend(x: Operands, options: Options, seed: Any = None) -> Any:
 
 
 def run(x: Operands, options: Options, seed: Any = None) -> tuple:
-    """(out,), (out, lse) or (out, lse, probs), as the options ask."""
+    """(out,), (out, lse) or (out, lse, probs or largest scores), as the options ask."""
     check_arrays(x, options)
     if symbolic.is_symbolic(x):
         seed = None if seed is None else seed_words(seed)
@@ -163,7 +163,7 @@ def adapted(x: Operands) -> Operands:
 
 def computed(x: Operands, options: Options, origin: Array | None = None) -> tuple:
     """The results of a checked call of adapted arrays."""
-    count = 3 if options.return_attn_probs else 2 if options.return_lse else 1
+    count = _count(options)
     x, origin = sharding.alike((x, origin))
     differentiable = Differentiable(*(getattr(x, name) for name in Differentiable._fields))
     rest = x._replace(**dict.fromkeys(Differentiable._fields))
@@ -214,8 +214,13 @@ _attention.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _returned(options: Options, results: tuple) -> tuple:
-    count = 3 if options.return_attn_probs else 2 if options.return_lse else 1
-    return tuple(results[:count])
+    return tuple(results[: _count(options)])
+
+
+def _count(options: Options) -> int:
+    """How many results a call has."""
+    is_third = options.return_attn_probs or options.return_max_logits
+    return 3 if is_third else 2 if options.return_lse else 1
 
 
 def _is_zero(cotangent: Any) -> bool:

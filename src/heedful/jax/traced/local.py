@@ -32,7 +32,7 @@ def forward(
     origin: Array | None,
     backend: str | None,
 ) -> tuple:
-    """(out, lse or None, its rest or None, probs or None)."""
+    """(out, lse or None, its rest or None, probs, largest scores or None)."""
     chosen = planned(platform, problem, backend)
     if chosen.device.vendor == "cpu":
         out, lse, probs = tiled.forward(problem, x, origin)

@@ -66,8 +66,8 @@ def problem(static: Static, arrays) -> AttentionProblem:
 
 
 def forward(x: Operands, origin: Array | None, asked: Static) -> tuple:
-    """out; lse if the caller or the backward needs it, with its rest if it is kept; probs if the
-    options ask. asked: without names."""
+    """out; lse if the caller or the backward needs it, with its rest if it is kept; probabilities
+    or largest scores if the options ask. asked: without names."""
     by_name = _given(x, origin)
     static = asked._replace(names=tuple(by_name))
     return tuple(forward_p.bind(*by_name.values(), static=static))
@@ -107,6 +107,8 @@ def _forward_type(*types, static: Static):
     results = [_result(facts.out_shape, facts.out_dtype, types)]
     vectors = facts.makes_lse + facts.keeps_rest
     results += [_result(facts.lse_shape, "float32", types) for _ in range(vectors)]
+    if facts.max_scores:
+        results.append(_result(facts.lse_shape, "float32", types))
     if facts.return_probs:
         results.append(_result(facts.probs_shape, facts.out_dtype, types))
     return results
@@ -223,7 +225,9 @@ def _places(static: Static, facts: AttentionProblem) -> dict[str, Array]:
 
 _RESULTS = {
     forward_p: lambda static, facts: (
-        ["out"] + ["lse"] * (facts.makes_lse + facts.keeps_rest) + ["probs"] * facts.return_probs
+        ["out"]
+        + ["lse"] * (facts.makes_lse + facts.keeps_rest + facts.max_scores)
+        + ["probs"] * facts.return_probs
     ),
     backward_p: lambda static, facts: (
         ["dq", "dk", "dv"]

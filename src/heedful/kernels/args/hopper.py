@@ -90,12 +90,14 @@ class HopperTileOrder(NamedTuple):
 class SplitKV(NamedTuple):
     """partials: float32 results of each split, dense (splits, batch, row, head, dim_v), stored in
     place of `out`; packed queries have no batch index, and batch is None. rest: the part that the
-    rounding of each log-sum-exp lost, of results that are merged later; else None. Without splits
-    all other fields are None. PART_TILES: with numerics="invariant" a split is a part of so many
-    key tiles, at multiples of them; else None."""
+    rounding of each log-sum-exp lost, of results that are merged later; else None. max_scores: of
+    rows, without the sink, laid out as lse; else None. Without splits all other fields are None.
+    PART_TILES: with numerics="invariant" a split is a part of so many key tiles, at multiples of
+    them; else None."""
 
     partials: Out[Ptr]
     rest: Out[Ptr]
+    max_scores: Out[Ptr]
     splits: Num
     batch: Num
     dim_v: Num
@@ -228,6 +230,18 @@ class HullIO(NamedTuple):
     heads: Num
     blocks: Num
     entries: Num
+
+
+class SeenListsIO(NamedTuple):
+    """seen: int32, lists of tiles of queries, see forward/seen_lists.py; its strides are those of
+    batch entries, heads and tiles. tiles: of a head. heads: with lists of their own."""
+
+    seen: Out[Ptr]
+    stride_b: Num
+    stride_h: Num
+    stride_m: Num
+    tiles: Num
+    heads: Num
 
 
 class TransposeIO(NamedTuple):

@@ -56,7 +56,8 @@ class BlockLists(NamedTuple):
     """Lists of tiles, int32 (B, H, tiles, 2 + 2 width), as Operands has them: of keys by tiles of
     queries or, in `key_gradients`, the other way round; or all None. bits: (pool, SIDE, SIDE / 32).
     tiles: of a head, where a packed sequence may be longer than the longest was said to be.
-    IS_PLAIN: neither positions nor lengths hide keys of a tile that is seen whole."""
+    IS_PLAIN: neither positions nor lengths hide keys of a tile that is seen whole. IS_EXACT: nor
+    those of the last tile, as hopper/forward/seen_lists.py has made the lists."""
 
     ptr: In[Ptr]
     bits: In[Ptr]
@@ -68,6 +69,7 @@ class BlockLists(NamedTuple):
     tiles: Num
     SIDE: Const
     IS_PLAIN: Const
+    IS_EXACT: Const
 
 
 class Mask(NamedTuple):
@@ -213,7 +215,8 @@ class PortableParams(NamedTuple):
 class ForwardIO(NamedTuple):
     """With several splits, out and lse are float32 partial results. rest: the part that the
     rounding of lse lost, in the layout of lse, of results that are merged later, see
-    common/log_sum.py; else None."""
+    common/log_sum.py; else None. max_scores: of rows, likewise laid out, without the sink; else
+    None."""
 
     q: In[Rows]
     k: In[Rows]
@@ -221,3 +224,4 @@ class ForwardIO(NamedTuple):
     out: Out[SplitRows]
     lse: Out[SplitRowVector]
     rest: Out[Ptr]
+    max_scores: Out[Ptr]

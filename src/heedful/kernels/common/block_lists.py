@@ -10,7 +10,12 @@ visits a tile in steps of its own block size, which divides the tile's side.
 import triton
 import triton.language as tl
 
-from heedful.kernels.args.shared import BlockLists
+from heedful.kernels.args.shared import BlockLists, Mask
+
+# In place of an index of bits.
+WHOLE = tl.constexpr(-1)
+# Entries of a list that are looked at together.
+CHUNK = tl.constexpr(128)
 
 
 @triton.jit
@@ -52,3 +57,34 @@ def bits_visible(bits, rows, cols, blocks: BlockLists):
     base = blocks.bits + tl.maximum(bits, 0).to(tl.int64) * (blocks.SIDE * WORDS)
     words = tl.load(base + (row * WORDS + col // 32))
     return ((words >> (col % 32)) & 1 != 0) | (bits < 0)
+
+
+@triton.jit
+def entries_of(base, entries, length, last, blocks: BlockLists):
+    """(tile, index of bits) of entries of a list. Those behind its end, and tiles that do not
+    exist, are tile `last`, the first of these."""
+    there = entries < length
+    tile = tl.load(base + 2 + 2 * entries, mask=there, other=last)
+    bits = tl.load(base + 3 + 2 * entries, mask=there, other=WHOLE)
+    bits = tl.maximum(tl.minimum(bits, blocks.pool - 1), WHOLE)
+    return tl.maximum(tl.minimum(tile, last), 0), bits
+
+
+@triton.jit
+def by_position(row, col, place, mask: Mask, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(whether some of the BLOCK_M queries from `row` on see some of the BLOCK_N keys from `col` on
+    by position, whether all see all of them). row and col broadcast."""
+    seq = place.seq
+    row = row + col * 0
+    col = col + row * 0
+    last_row = tl.minimum(row + BLOCK_M, seq.len_q) - 1 + seq.off
+    last = tl.minimum(col + BLOCK_N, seq.len_k) - 1
+    some = (row < seq.len_q) & (col < seq.len_k)
+    every = some & (col + BLOCK_N <= seq.len_k)
+    if mask.HAS_RIGHT:
+        some &= col <= last_row + mask.right
+        every &= last <= row + seq.off + mask.right
+    if mask.HAS_LEFT:
+        some &= last >= row + seq.off - mask.left
+        every &= col >= last_row - mask.left
+    return some, every

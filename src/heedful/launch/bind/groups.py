@@ -238,6 +238,7 @@ def block_lists(problem: AttentionProblem, buffers: Buffers, name: str) -> share
         tiles=Scalar(spec.shape[2]) if problem.varlen_q or problem.varlen_k else None,
         SIDE=problem.block_mask,
         IS_PLAIN=not (problem.mask.bounded or others or problem.tree_mask),
+        IS_EXACT=False,
     )
 
 

@@ -1,10 +1,12 @@
 """Programs of the Hopper forward for 16-bit inputs."""
 
+from dataclasses import replace
+
 from heedful.core.base.arrays import item_bytes
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import Plan
 from heedful.core.registry.tiles import CONSUMER_ROWS, HopperForwardConfig, tile_dim
-from heedful.launch.bind import hopper_groups, portable
+from heedful.launch.bind import groups, hopper_groups, portable
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, with_scratch
 from heedful.launch.spec import KernelCall, Program, TensorMap
@@ -18,6 +20,10 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     programmatic, see mixed.py."""
     sizes, config = plan.sizes(), plan.configs["hopper.forward"]
     assert isinstance(config, HopperForwardConfig)
+    hides = problem.block_mask and not groups.block_lists(problem, buffers, "block_rows").IS_PLAIN
+    if hides:
+        lists = hopper_groups.seen_lists(problem, buffers)
+        sizes = replace(sizes, workspaces=(*sizes.workspaces, lists))
     buffers = with_scratch(buffers, sizes)
     results = {"lse": "partial_lse"} if plan.is_split else {"out": "out", "lse": "lse"}
     calls: list[KernelCall] = []
@@ -25,6 +31,8 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
         calls.append(hopper_groups.varlen_call(problem, config, sizes, buffers, results))
     if problem.key_ranges:
         calls.append(hopper_groups.hulls_call(problem, sizes, buffers))
+    if hides:
+        calls.append(hopper_groups.seen_lists_call(problem, buffers))
     call = hopper_groups.forward_call(
         problem,
         config,

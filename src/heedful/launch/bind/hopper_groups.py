@@ -7,7 +7,14 @@ from typing import Any
 
 from heedful.core.base.arrays import item_bytes
 from heedful.core.call.problem import AttentionProblem
-from heedful.core.planning.sizes import LaunchSizes, Sizes, ceil_div, seen_entries, work_heads
+from heedful.core.planning.sizes import (
+    LaunchSizes,
+    Sizes,
+    Workspace,
+    ceil_div,
+    seen_entries,
+    work_heads,
+)
 from heedful.core.registry.tiles import (
     CONSUMER_ROWS,
     VARLEN_SCHEDULER,
@@ -78,6 +85,11 @@ def scores(problem: AttentionProblem, buffers: Buffers) -> dict[str, Any]:
     mask, dropout = groups.mask(problem, buffers), groups.dropout(problem, buffers)
     if problem.mask.first == 0:
         mask = mask._replace(first=None)
+    if "seen_lists" in buffers:
+        b, h, m, _ = buffers["seen_lists"].steps
+        strides = {"stride_b": stride(b), "stride_h": stride(h), "stride_m": stride(m)}
+        seen = pointer(buffers, "seen_lists")
+        mask = mask._replace(blocks=mask.blocks._replace(ptr=seen, IS_EXACT=True, **strides))
     if not dropout.IS_ON:
         dropout = dropout._replace(inverse_keep=None)
     return {"mask": mask, "mods": _score_mods(problem, buffers), "dropout": dropout}
@@ -169,6 +181,35 @@ def own_ranges(buffers: Buffers) -> bool:
     return spec is not None and len(spec.shape) == 4 and spec.steps[1] != 0
 
 
+def seen_lists(problem: AttentionProblem, buffers: Buffers) -> Workspace:
+    """Room for the lists without tiles that positions hide, of each entry where lengths differ."""
+    rows = buffers["block_rows"]
+    is_ragged = problem.used_q or problem.varlen_q or problem.ragged_k
+    batch = problem.batch if is_ragged or rows.steps[0] else 1
+    heads = problem.heads_q if rows.steps[1] else 1
+    return Workspace.of("seen_lists", batch, heads, *rows.shape[2:], dtype="int32")
+
+
+def seen_lists_call(problem: AttentionProblem, buffers: Buffers) -> KernelCall:
+    """The kernel that leaves out of the lists what positions hide."""
+    spec = buffers["seen_lists"]
+    batch, heads, tiles, _ = spec.shape
+    b, h, m, _ = spec.steps
+    parameters = {
+        "io": args.SeenListsIO(
+            pointer(buffers, "seen_lists"),
+            *(stride(b), stride(h), stride(m)),
+            tiles=Scalar(tiles),
+            heads=Scalar(heads),
+        ),
+        "seqs": groups.sequences(problem, buffers),
+        "shape": groups.shape(problem),
+        "mask": groups.mask(problem, buffers),
+    }
+    ref = KernelRef("heedful.kernels.hopper.forward.seen_lists", "seen_lists")
+    return KernelCall(ref, (batch * heads * tiles, 1, 1), parameters, {"num_warps": 4})
+
+
 def hulls_call(problem: AttentionProblem, sizes: Sizes, buffers: Buffers) -> KernelCall:
     """The kernel that finds what each 64 rows see by their key_ranges."""
     launch = sizes.launches["hopper.key_hulls"]
@@ -197,10 +238,12 @@ def _split_kv(
     if isinstance(config, HopperForwardConfig) and problem.invariant:
         part_tiles = config.part_keys // config.block_n
     if splits is None:
-        return args.SplitKV(None, pointer(buffers, "rest"), None, None, None, part_tiles)
+        rest, largest = pointer(buffers, "rest"), pointer(buffers, "max_scores")
+        return args.SplitKV(None, rest, largest, None, None, None, part_tiles)
     return args.SplitKV(
         partials=pointer(buffers, "partial_out"),
         rest=pointer(buffers, "partial_rest"),
+        max_scores=None,
         splits=Scalar(splits),
         batch=None if problem.varlen_q else Scalar(problem.batch),
         dim_v=Scalar(problem.head_dim_v),

@@ -217,6 +217,7 @@ def forward_io(buffers: Buffers, divisor: int, is_split: bool) -> ForwardIO:
         out=groups.split_rows(buffers, "partial_out", divisor, is_split),
         lse=groups.split_row_vector(buffers, "partial_lse", is_split),
         rest=pointer(buffers, "partial_rest"),
+        max_scores=None,
     )
 
 

@@ -2,12 +2,14 @@
 ahead of time, inspection, and front ends without tensors use them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.call.problem import LATENT_ROW_BYTES, LATENT_ROWS, AttentionProblem
 
 Buffers = dict[str, ArraySpec]
+# Numbers in results before kernels run, which write rows of sequences alone.
+BEGINNINGS = {"probs": 0.0, "max_scores": float("-inf")}
 
 
 def inputs(problem: AttentionProblem) -> Buffers:
@@ -73,9 +75,20 @@ def results(problem: AttentionProblem) -> Buffers:
         made["lse"] = ArraySpec.contiguous(problem.lse_shape, "float32")
     if problem.keeps_rest:
         made["rest"] = made["lse"]
+    if problem.max_scores:
+        made["max_scores"] = made["lse"]
     if problem.return_probs:
         made["probs"] = ArraySpec.contiguous(problem.probs_shape, problem.out_dtype)
     return made
+
+
+def beginning(names: Container[str]) -> float | None:
+    """The number in the last result before a forward that has these arrays, None if it matters
+    not: kernels store largest scores of all rows of dense calls."""
+    if "probs" in names:
+        return BEGINNINGS["probs"]
+    is_packed = "max_scores" in names and "cu_seqlens_q" in names
+    return BEGINNINGS["max_scores"] if is_packed else None
 
 
 def forward(problem: AttentionProblem) -> Buffers:
@@ -86,7 +99,8 @@ def forward(problem: AttentionProblem) -> Buffers:
 def backward(problem: AttentionProblem) -> Buffers:
     """Inputs and outputs of the backward, without a gradient of the log-sum-exp."""
     buffers = forward(problem)
-    buffers.pop("probs", None)
+    for name in ("probs", "max_scores"):
+        buffers.pop(name, None)
     buffers["lse"] = ArraySpec.contiguous(problem.lse_shape, "float32")
     buffers["dout"] = buffers["out"]
     for name in ("q", "k", "v"):

@@ -6,9 +6,11 @@ from typing import Any
 from torch import Tensor, are_deterministic_algorithms_enabled
 
 from heedful.core.call.arguments import (
+    ROWS,
     UNBOUNDED,
     WHOLE,
     Options,
+    is_asked,
     new_operands,
     new_options,
     one_sink,
@@ -48,6 +50,7 @@ def flash_attn_func(
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     return_lse: bool = False,
+    return_max_logits: bool | str = False,
     num_splits: int = 0,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -105,6 +108,8 @@ def flash_attn_func(
             differentiable.
         s_aux, learnable_sink: other names of sink; at most one of the three may be passed.
         return_lse: also return the log-sum-exp of the scores.
+        return_max_logits: also return the largest score of each head, over all queries and the keys
+            that they see, after the softcap and biases; "rows" returns that of each query.
         num_splits: into how many splits the keys are cut: 0 = choose, 1 = do not split.
         q_descale, k_descale, v_descale: float32, () or (batch, heads_k), with fp8 alone: the real
             value is stored * descale.
@@ -126,7 +131,8 @@ def flash_attn_func(
         says otherwise). With return_lse: (out, lse), lse float32 (batch, heads_q, seqlen_q),
         natural log, with the sink, without the dropout, differentiable. With return_attn_probs:
         (out, lse, S_dmask), empty at dropout_p = 0, else (batch, heads_q, seqlen_q, seqlen_k),
-        negative where dropped.
+        negative where dropped. With return_max_logits the largest scores come last, float32
+        (heads_q,) or, of rows, like lse; -inf where no key is seen.
 
     Raises:
         TypeError, ValueError: naming the argument, before anything is launched or written.
@@ -154,6 +160,7 @@ def flash_attn_func(
         deterministic=deterministic,
         return_attn_probs=return_attn_probs,
         return_lse=return_lse,
+        return_max_logits=return_max_logits is not False and is_asked(return_max_logits),
         num_splits=num_splits,
         q_offset=q_offset,
         backend=backend,
@@ -188,8 +195,10 @@ def flash_attn_func(
         if block_mask is not None:
             x = x._replace(**block_operands(block_mask, q, k, is_readable))
     if dispatched:
-        return library.attend(q, k, v, x, options, out, dropout_seed)
-    return attend(q, k, v, x, options, out, dropout_seed, library.attend)
+        results = library.attend(q, k, v, x, options, out, dropout_seed)
+    else:
+        results = attend(q, k, v, x, options, out, dropout_seed, library.attend)
+    return results if return_max_logits is False else _with_max(results, options, return_max_logits)
 
 
 def flash_attn_varlen_func(
@@ -221,6 +230,7 @@ def flash_attn_varlen_func(
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     return_lse: bool = False,
+    return_max_logits: bool | str = False,
     num_splits: int = 0,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -293,6 +303,7 @@ def flash_attn_varlen_func(
         deterministic=deterministic,
         return_attn_probs=return_attn_probs,
         return_lse=return_lse,
+        return_max_logits=return_max_logits is not False and is_asked(return_max_logits),
         num_splits=num_splits,
         q_offset=q_offset,
         backend=backend,
@@ -320,8 +331,25 @@ def flash_attn_varlen_func(
         longest = max_seqlen_q, max_seqlen_k
         x = x._replace(**block_operands(block_mask, q, k, is_readable, longest=longest))
     if dispatched:
-        return library.attend(q, k, v, x, options, out, dropout_seed)
-    return attend(q, k, v, x, options, out, dropout_seed, library.attend)
+        results = library.attend(q, k, v, x, options, out, dropout_seed)
+    else:
+        results = attend(q, k, v, x, options, out, dropout_seed, library.attend)
+    return results if return_max_logits is False else _with_max(results, options, return_max_logits)
+
+
+def _with_max(results: Any, options: Options, asked: Any) -> tuple:
+    """(out, largest scores), or (out, lse, them). results: with those of rows. asked: as in
+    `return_max_logits`."""
+    if not options.return_max_logits:
+        return results
+    out, lse, largest = results
+    if asked != ROWS:
+        heads, rest = largest.shape[-2], [0, 2] if largest.dim() == 3 else [1]
+        if all([largest.shape[dim] for dim in rest]):
+            largest = largest.amax(rest)
+        else:
+            largest = largest.new_full((heads,), float("-inf"))
+    return (out, lse, largest) if options.return_lse else (out, largest)
 
 
 def plain_lengths(lengths: tuple, q, k, bias, block_table) -> tuple:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from heedful.core.call.arguments import ROWS
 from heedful.core.call.describe import check_rank
 from heedful.masks.block_mask import BlockMask
 from heedful.masks.of_masks import is_of_torch
@@ -13,9 +14,11 @@ from heedful.torch.operands.checks import check_tensor
 
 
 class AuxOutput(NamedTuple):
-    """Results beside the output: lse, float32 (batch, heads_q, seqlen_q), or None."""
+    """Results beside the output: lse and the largest scores, float32 (batch, heads_q, seqlen_q), or
+    None."""
 
     lse: Tensor | None = None
+    max_scores: Tensor | None = None
 
 
 def flex_attention(
@@ -41,7 +44,7 @@ def flex_attention(
         scale: by default 1 / sqrt(head_dim).
         enable_gqa: whether heads_k may be less than heads_q, which it divides.
         kernel_options: None, or {"BACKEND": name} with the name of a backend of heedful.
-        return_aux: an AuxRequest of torch: its lse is returned; max_scores are not.
+        return_aux: an AuxRequest of torch, which asks for lse, max_scores or both.
 
     Returns:
         out (batch, heads_q, seqlen_q, head_dim_v); with return_aux (out, AuxOutput).
@@ -70,8 +73,6 @@ def flex_attention(
             "kernel_options must have no other key than BACKEND, as the planner chooses tiles, got"
             f" {', '.join(map(repr, options))}"
         )
-    if getattr(return_aux, "max_scores", False):
-        raise ValueError("return_aux must not ask for max_scores, which are not kept, got True")
     if is_of_torch(block_mask):
         if is_compiling():
             raise ValueError(
@@ -81,8 +82,11 @@ def flex_attention(
         block_mask = BlockMask.of(block_mask)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     arguments: Any = {"softmax_scale": scale, "block_mask": block_mask, "backend": backend}
-    if return_aux is None or not return_aux.lse:
-        out = flash_attn_func(q, k, v, **arguments).transpose(1, 2)
-        return out if return_aux is None else (out, AuxOutput())
-    out, lse = flash_attn_func(q, k, v, **arguments, return_lse=True)
-    return out.transpose(1, 2), AuxOutput(lse)
+    if return_aux is None:
+        return flash_attn_func(q, k, v, **arguments).transpose(1, 2)
+    wants_lse, wants_max = bool(return_aux.lse), bool(getattr(return_aux, "max_scores", False))
+    arguments |= {"return_lse": wants_lse, "return_max_logits": wants_max and ROWS}
+    results = flash_attn_func(q, k, v, **arguments)
+    out, *more = results if wants_lse or wants_max else (results,)
+    lse = more.pop(0) if wants_lse else None
+    return out.transpose(1, 2), AuxOutput(lse, *more)

@@ -154,7 +154,8 @@ class GpuRunner:
         return replace(self.case.plan, problem=self.problem)
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
-        """(out, lse or None, probs or None). lse: a pair with its rest if that is kept."""
+        """(out, lse or None, probs, largest scores or None). lse: a pair with its rest if that is
+        kept."""
         return self.run_on([*map(address_of, self.pick(x))], out)
 
     def run_on(self, addresses: list[int], out: torch.Tensor | None = None):

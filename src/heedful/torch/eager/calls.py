@@ -108,11 +108,12 @@ class Call:
     """A bound call: all that calls with one key need each time, except the addresses. casts: the
     dtypes to which operands are cast; steps: the other changes of operands. plain: whether the
     caller's tensors go to the kernels unchanged and unchecked. results: 0 for out, 1 with lse, 2
-    with the probabilities, too. apart: checks that the caller's `out` does not overlap inputs.
-    run_on: the results of a call that is one program on a GPU, from the addresses of the operands
-    that are there; None for others. wants_grad: whether a backward follows. likeness: recognises
-    operands of this kind. backwards: the backward of the saved tensors; None if nothing wants a
-    gradient. wanting: whether an operand requires a gradient that is not computed.
+    with probabilities or largest scores, too. apart: checks that the caller's `out` does not
+    overlap inputs. run_on: the results of a call that is one program on a GPU, from the addresses
+    of the operands that are there; None for others. wants_grad: whether a backward follows.
+    likeness: recognises operands of this kind. backwards: the backward of the saved tensors; None
+    if nothing wants a gradient. wanting: whether an operand requires a gradient that is not
+    computed.
     """
 
     __slots__ = (
@@ -238,7 +239,7 @@ class Call:
 
 def results_of(options: Options) -> int:
     """How many results a call returns beside out."""
-    return 2 if options.return_attn_probs else 1 if options.return_lse else 0
+    return 2 if options.return_attn_probs or options.return_max_logits else int(options.return_lse)
 
 
 def returned(results: int, out: Tensor, lse: Any, probs: Any) -> Any:

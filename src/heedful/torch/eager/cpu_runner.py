@@ -25,7 +25,7 @@ class CpuRunner:
         self._backward = importlib.import_module(backward.module)
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
-        """(out, lse or None, probs or None)."""
+        """(out, lse or None, probs, largest scores or None)."""
         return on_own_thread(self._forward.forward, self.plan.problem, x, out)
 
     def statistics(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,7 @@ from heedful.core.base import settings
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.symbols import Symbol, settled
 from heedful.launch.program.bound import ProgramKind, changing, numbers_of
+from heedful.launch.program.buffers import beginning
 from heedful.launch.spec import Program
 from heedful.torch.eager import zeros
 
@@ -73,7 +74,7 @@ class Case:
 
     __slots__ = (
         *("device", "index", "outputs", "scratch", "shapes", "zeroed"),
-        *("_arch", "_clears", "_end", "_leaves_zeros", "_limit", "_loaded", "_made", "_make"),
+        *("_arch", "_begins", "_end", "_leaves_zeros", "_limit", "_loaded", "_made", "_make"),
         *("_numbers", "_order", "_places", "_program"),
     )
 
@@ -87,12 +88,11 @@ class Case:
         before: Sequence[Any] = (),
     ):
         """program: its numbers may be symbols. inputs: the buffers whose addresses a run gets, in
-        their order. made: those that each run makes, dense, probs filled with zeros. before: the
-        caller's numbers."""
+        their order. made: those that each run makes, dense, the last filled as `beginning` says.
+        before: the caller's numbers."""
         self._program, self._arch = program, arch
         self.device, self.index, self._make = device, device.index, maker(device)
         self.outputs: list[Any] = [*before]
-        self._clears = "probs" in made  # which come last
         begin, dims = len(before), sum([len(spec.shape) for spec in made.values()])
         self.shapes, self._made = slice(begin, begin + dims), []
         for spec in made.values():
@@ -105,6 +105,7 @@ class Case:
         zeroed = [w for w in program.workspaces if w.zeroed]
         others = [w for w in program.workspaces if not w.zeroed]
         self._order = [*inputs, *made, *(workspace.name for workspace in (*others, *zeroed))]
+        self._begins = beginning(self._order)
         first = len(self.outputs)
         # The index of the places of regions among the numbers; their size follows.
         self.scratch, self.zeroed = (self._region(regions) for regions in (others, zeroed))
@@ -139,7 +140,7 @@ class Case:
         if zeroed is not None:
             launch = self._with_zeros(launch, *zeroed)
         makers = [partial(make, numbers[s], numbers[t], dtype) for s, t, dtype in self._made]
-        index, device, clears = self.index, self.device, self._clears
+        index, device, begins = self.index, self.device, self._begins
         within, size = scratch or ((), 0)
         shape = (size,)
 
@@ -152,8 +153,8 @@ class Case:
                 tensor = new()
                 addresses.append(tensor.data_ptr())
                 made.append(tensor)
-            if clears:
-                made[-1].zero_()
+            if begins is not None:
+                made[-1].fill_(begins)
             if scratch is not None:
                 memory = make(shape, _ONE, torch.uint8)
                 base = memory.data_ptr()
@@ -174,8 +175,8 @@ class Case:
             kernels = self.kernels(numbers)
         made = [make(numbers[s], numbers[t], dtype) for s, t, dtype in self._made]
         addresses += map(address_of, made)
-        if self._clears:
-            made[-1].zero_()
+        if self._begins is not None:
+            made[-1].fill_(self._begins)
         scratch, zeroed = self._places or self.places(numbers)
         if scratch is not None:
             within, size = scratch
@@ -254,17 +255,14 @@ class Case:
 _ONE = (1,)
 
 
-def as_results(made: list[Any], keeps_rest: bool, out: Any = None) -> tuple[Any, Any, Any]:
+def as_results(made: list[Any], keeps_rest: bool, out: Any = None) -> Any:
     """(out, lse or None, another result or None) from what a run made; `out` if the caller passed
     it. lse: a pair with its rest if that is kept."""
     if out is not None:
         made = [out, *made]
-    if len(made) == 1:
-        return made[0], None, None
     if keeps_rest:
         made[1:3] = [(made[1], made[2])]
-    out, lse, other = (*made, None)[:3]
-    return out, lse, other
+    return (*made, None, None)[:3]
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:

@@ -12,22 +12,25 @@ from heedful.torch.traced.private import untraced
 
 @untraced
 def attention_vmap(info, in_dims, *args):
-    """The rule of heedful::attention_v6."""
+    """The rule of heedful::attention_v7."""
     x, options, _ = split(args)
-    op = torch.ops.heedful.attention_v6.default
+    op = torch.ops.heedful.attention_v7.default
     if not _joins(x, Operands._make(in_dims[: len(x)]), options):
         return _one_by_one(op, info.batch_size, in_dims, args)
     folded = [_fold(t, dim, info.batch_size) for t, dim in zip(x[:3], in_dims, strict=False)]
-    out, lse, probs = op(*folded, *args[3:])
+    out, lse, more = op(*folded, *args[3:])
     sizes = info.batch_size, _batch(x.q, in_dims[0])
-    return (out.unflatten(0, sizes), lse.unflatten(0, sizes), probs), (0, 0, None)
+    results = out.unflatten(0, sizes), lse.unflatten(0, sizes)
+    if not options.return_max_logits:
+        return (*results, more), (0, 0, None)
+    return (*results, more.unflatten(0, sizes)), (0, 0, 0)
 
 
 @untraced
 def prefixed_vmap(info, in_dims, *args):
-    """The rule of heedful::prefixed_attention_v6."""
+    """The rule of heedful::prefixed_attention_v7."""
     x, options, _ = split(args[2:])
-    op, size = torch.ops.heedful.prefixed_attention_v6.default, info.batch_size
+    op, size = torch.ops.heedful.prefixed_attention_v7.default, info.batch_size
     dims = Operands._make(in_dims[2 : 2 + len(x)])
     if in_dims[:2] != (None, None) or not _joins(x, dims, options):
         return _one_by_one(op, size, in_dims, args)
@@ -39,7 +42,7 @@ def prefixed_vmap(info, in_dims, *args):
 
 @untraced
 def inference_vmap(op, info, in_dims, *args):
-    """The rule of an overload of heedful::inference_v6, whose results do not depend on an entry's
+    """The rule of an overload of heedful::inference_v7, whose results do not depend on an entry's
     place in the batch."""
     folded = [_fold(t, dim, info.batch_size) for t, dim in zip(args[:3], in_dims, strict=False)]
     sizes = info.batch_size, _batch(args[0], in_dims[0])
@@ -48,9 +51,9 @@ def inference_vmap(op, info, in_dims, *args):
 
 @untraced
 def backward_vmap(info, in_dims, *args):
-    """The rule of heedful::attention_v6_backward."""
+    """The rule of heedful::attention_v7_backward."""
     x, options, (bias_grad, _) = split(args[4:])
-    op = torch.ops.heedful.attention_v6_backward.default
+    op = torch.ops.heedful.attention_v7_backward.default
     size = info.batch_size
     # The gradient of a sink or a bias sums over the batch, which must not be merged with another's.
     alone = x.sink is not None or x.rel_bias is not None or bias_grad

@@ -1,5 +1,5 @@
 """The same calls as operators of torch's dispatcher: for torch.compile, functorch transforms, fake
-tensors and subclasses. `torch.ops.heedful.attention_v6` and its backward share validation, planning
+tensors and subclasses. `torch.ops.heedful.attention_v7` and its backward share validation, planning
 and runners with the eager path; this file only describes them to the dispatcher.
 """
 
@@ -53,6 +53,7 @@ _TYPES = {
     "deterministic": "bool",
     "return_attn_probs": "bool",
     "return_lse": "bool",
+    "return_max_logits": "bool",
     "num_splits": "int",
     "q_offset": "int?",
     "backend": "str?",
@@ -64,13 +65,13 @@ _OPTIONS = ", ".join(f"{_TYPES[name]} {name}" for name in Options._fields)
 # needs another name. So do the operators whose code calls attention, which are of its number.
 LIBRARY = torch.library.Library("heedful", "DEF")
 _SCHEMAS = (
-    f"attention_v6({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
-    " -> (Tensor out, Tensor lse, Tensor probs)",
-    f"attention_v6_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS},"
+    f"attention_v7({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
+    " -> (Tensor out, Tensor lse, Tensor more)",
+    f"attention_v7_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS},"
     f" {_OPTIONS}, bool bias_grad, bool kv_grad)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink, Tensor drel_bias)",
     # A cache that is not extended, and a prefix before it: see api/prefix.py.
-    f"prefixed_attention_v6(Tensor k_prefix, Tensor v_prefix, {_OPERANDS}, {_OPTIONS})"
+    f"prefixed_attention_v7(Tensor k_prefix, Tensor v_prefix, {_OPERANDS}, {_OPTIONS})"
     " -> (Tensor out, Tensor lse)",
     # A second derivative, which raises when it is computed: it can be traced where it is not
     # wanted.
@@ -80,8 +81,8 @@ _SCHEMAS = (
     # Dense attention of which only the output is wanted. The dispatcher's time for each argument is
     # a tenth of a call's. So inference does not pass 34 arguments, and only four if all others have
     # their defaults.
-    "inference_v6(Tensor q, Tensor k, Tensor v, bool causal=False) -> Tensor out",
-    "inference_v6.options(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal,"
+    "inference_v7(Tensor q, Tensor k, Tensor v, bool causal=False) -> Tensor out",
+    "inference_v7.options(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal,"
     " int[] window_size, float softcap, int num_splits, str? backend) -> Tensor out",
 )
 for _schema in _SCHEMAS:
@@ -99,7 +100,7 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
             take_shards()
     if x is None:
         if out is None and seed is None and is_compiling() and _is_usual(q, k, v, options):
-            return torch.ops.heedful.inference_v6.default(q, k, v, options.causal)
+            return torch.ops.heedful.inference_v7.default(q, k, v, options.causal)
         x = Operands(q, k, v)
     check_tensors(x, options)
     plain, seed = plain_options(options), plain_seed(seed, x.q.device)
@@ -122,8 +123,8 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
         check_own_out(out, x.q, wants_grad)
         check_out(*map(abstract_spec, (out, x.q, x.v)))
     if out is None and not wants_grad and _is_bare(x, plain):
-        return torch.ops.heedful.inference_v6.options(*x[:3], *_inference_arguments(plain))
-    result, lse, probs = torch.ops.heedful.attention_v6.default(*x, *plain, wants_grad)
+        return torch.ops.heedful.inference_v7.options(*x[:3], *_inference_arguments(plain))
+    result, lse, probs = torch.ops.heedful.attention_v7.default(*x, *plain, wants_grad)
     if out is not None:
         if out.dtype != result.dtype:
             # A copy would not have what rounding took.
@@ -171,7 +172,7 @@ def differentiate(
     if not is_compiling():
         _check_saved(_problem(x, plain, bias_grad), saved)
     args = (*saved, *x, *plain, bias_grad, True)
-    dq, dk, dv, *more = torch.ops.heedful.attention_v6_backward.default(*args)
+    dq, dk, dv, *more = torch.ops.heedful.attention_v7_backward.default(*args)
     wanted = bias_grad, x.sink is not None, x.rel_bias is not None
     pairs = zip(more, wanted, strict=True)
     return Gradients(dq, dk, dv, *(grad if is_wanted else None for grad, is_wanted in pairs))
@@ -226,7 +227,8 @@ def _is_usual(q, k, v, options: Options) -> bool:
         and options.softmax_scale is None
         and options.window_size == (-1, -1)
         and options.softcap == 0.0
-        and (options.deterministic, options.return_attn_probs, options.return_lse) == (False,) * 3
+        and not (options.deterministic or options.return_attn_probs)
+        and not (options.return_lse or options.return_max_logits)
         and options.num_splits == 0
         and options.q_offset is None
         and options.backend is None
@@ -271,11 +273,13 @@ def _attention_fake(*args):
     return (
         x.q.new_empty(problem.out_shape, dtype=out_dtype),
         x.q.new_empty(problem.lse_shape, dtype=torch.float32),
-        x.q.new_empty(problem.probs_shape if problem.return_probs else 0, dtype=out_dtype),
+        x.q.new_empty(problem.lse_shape, dtype=torch.float32)
+        if problem.max_scores
+        else x.q.new_empty(problem.probs_shape if problem.return_probs else 0, dtype=out_dtype),
     )
 
 
-# Arguments of heedful::inference_v6.options after v: all others have their defaults.
+# Arguments of heedful::inference_v7.options after v: all others have their defaults.
 _INFERENCE = ("softmax_scale", "causal", "window_size", "softcap", "num_splits", "backend")
 
 
@@ -295,8 +299,8 @@ def _usual_options(causal=False) -> Options:
     return _USUAL[causal]
 
 
-# By overload of inference_v6: what makes Options from its arguments after q, k and v.
-_OVERLOADS = {"inference_v6": _usual_options, "inference_v6.options": _inference_options}
+# By overload of inference_v7: what makes Options from its arguments after q, k and v.
+_OVERLOADS = {"inference_v7": _usual_options, "inference_v7.options": _inference_options}
 
 
 def _made(q, k, v, x: Operands, options: Options, out, seed):
@@ -380,8 +384,8 @@ def take_shards() -> None:
 @cache
 def _take_shards() -> None:
     rules = {
-        "attention_v6": sharded.attend,
-        "attention_v6_backward": sharded.differentiate,
+        "attention_v7": sharded.attend,
+        "attention_v7_backward": sharded.differentiate,
         "second_backward": lambda op, args: sharded.twice(op, *args),
         **{name: partial(_inference_of_shards, of) for name, of in _OVERLOADS.items()},
     }
@@ -406,20 +410,20 @@ def _autocasting(name: str, count: int, device_type: str):
 
 
 for _name, _kernel, _fake in (
-    ("attention_v6", _attention, _attention_fake),
-    ("attention_v6_backward", _backward, _backward_fake),
+    ("attention_v7", _attention, _attention_fake),
+    ("attention_v7_backward", _backward, _backward_fake),
     ("second_backward", _second_backward, _second_backward_fake),
     ("kept_seed", _kept_seed, torch.empty_like),
 ):
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"heedful::{_name}", _fake)
-torch.library.register_vmap("heedful::attention_v6", attention_vmap)
-torch.library.register_vmap("heedful::attention_v6_backward", backward_vmap)
+torch.library.register_vmap("heedful::attention_v7", attention_vmap)
+torch.library.register_vmap("heedful::attention_v7_backward", backward_vmap)
 torch.library.register_vmap("heedful::kept_seed", seed_vmap)
 keep_result(torch.ops.heedful.kept_seed.default)
-LIBRARY.impl("attention_v6", partial(attention_autograd, _attention), "Autograd", with_keyset=True)
+LIBRARY.impl("attention_v7", partial(attention_autograd, _attention), "Autograd", with_keyset=True)
 LIBRARY.impl(
-    "attention_v6_backward", partial(backward_autograd, _backward), "Autograd", with_keyset=True
+    "attention_v7_backward", partial(backward_autograd, _backward), "Autograd", with_keyset=True
 )
 for _name, _options_of in _OVERLOADS.items():
     _op = _overload(_name)
@@ -429,6 +433,6 @@ for _name, _options_of in _OVERLOADS.items():
     torch.library.register_vmap(f"heedful::{_name}", partial(inference_vmap, _op))
 for _device in ("cpu", "cuda"):
     # q, k, v and the bias of the one; q, k, v of the others.
-    for _name, _tensors in (("attention_v6", 4), ("inference_v6", 3), ("inference_v6.options", 3)):
+    for _name, _tensors in (("attention_v7", 4), ("inference_v7", 3), ("inference_v7.options", 3)):
         _cast = _autocasting(_name, _tensors, _device)
         LIBRARY.impl(_name, _cast, f"Autocast{_device.upper()}")

@@ -219,30 +219,31 @@ class Spread:
 
 
 def attend(op, args: tuple):
-    """heedful::attention_v6 of DTensors."""
+    """heedful::attention_v7 of DTensors."""
     x, options, (needs_grad,) = split(args)
     spread = Spread(x, options, (needs_grad, False))
     problem = spread.problem
     parts = spread.operands(x), spread.options(options)
-    out, lse, probs = op(*parts[0], *parts[1], needs_grad)
-    return (
-        spread.whole("out", out, problem.out_shape),
-        spread.whole("lse", lse, problem.lse_shape),
-        spread.whole("probs", probs, problem.probs_shape)
-        if problem.return_probs
-        else spread.empty(probs),
-    )
+    out, lse, more = op(*parts[0], *parts[1], needs_grad)
+    if problem.max_scores:
+        more = spread.whole("lse", more, problem.lse_shape)
+    elif problem.return_probs:
+        more = spread.whole("probs", more, problem.probs_shape)
+    else:
+        more = spread.empty(more)
+    whole_out = spread.whole("out", out, problem.out_shape)
+    return whole_out, spread.whole("lse", lse, problem.lse_shape), more
 
 
 def infer(op, x: Operands, options: Options, rest: tuple):
-    """An overload of heedful::inference_v6, of q, k, v and the rest, of DTensors."""
+    """An overload of heedful::inference_v7, of q, k, v and the rest, of DTensors."""
     spread = Spread(x, options, (False, False))
     out = op(*spread.operands(x)[:3], *rest)
     return spread.whole("out", out, spread.problem.out_shape)
 
 
 def differentiate(op, args: tuple):
-    """heedful::attention_v6_backward of DTensors."""
+    """heedful::attention_v7_backward of DTensors."""
     dout, dlse, out, lse, *rest = args
     x, options, (bias_grad, kv_grad) = split(tuple(rest))
     spread = Spread(x, options, (True, bias_grad))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import heedful.torch as heedful
 from heedful.core.call.operands import Operands
 
-ATTENTION = torch.ops.heedful.attention_v6.default
+ATTENTION = torch.ops.heedful.attention_v7.default
 ABSENT = (None,) * (len(Operands._fields) - 3)
 
 
@@ -196,7 +196,21 @@ def test_inductor_runs_the_operator():
 
 
 def operator_arguments(kind: str) -> tuple:
-    options = (0.0, None, True, (-1, -1), 0.0, False, False, True, 0, None, None, (0, 0, 0, 0))
+    options = (
+        0.0,
+        None,
+        True,
+        (-1, -1),
+        0.0,
+        False,
+        False,
+        True,
+        False,
+        0,
+        None,
+        None,
+        (0, 0, 0, 0),
+    )
     if kind == "dense":
         return (*dense(), *ABSENT, "dense", None, None, *options, True)
     tensors = inputs((5, 4, 16), (7, 2, 16), (7, 2, 8))
@@ -219,7 +233,7 @@ def test_the_operator_passes_opcheck(kind):
     [("default", ()), ("default", (True,)), ("options", (0.3, True, (2, 0), 1.5, 1, "cpu"))],
 )
 def test_the_inference_operators_pass_opcheck(overload, options):
-    op = getattr(torch.ops.heedful.inference_v6, overload)
+    op = getattr(torch.ops.heedful.inference_v7, overload)
     torch.library.opcheck(op, (*dense(grad=False), *options))
 
 
@@ -241,17 +255,17 @@ def test_a_compiled_call_for_the_output_alone_passes_few_arguments():
     q, k, v = dense(grad=False)
     causal = partial(heedful.flash_attn_func, causal=True)
     for function in (heedful.flash_attn_func, causal):
-        assert "heedful.inference_v6.default" in graph_of(function, q, k, v)
-        assert "heedful.inference_v6" not in graph_of(function, *dense())
+        assert "heedful.inference_v7.default" in graph_of(function, q, k, v)
+        assert "heedful.inference_v7" not in graph_of(function, *dense())
     capped = partial(heedful.flash_attn_func, softcap=2.0)
-    assert "heedful.inference_v6.options" in graph_of(capped, q, k, v)
+    assert "heedful.inference_v7.options" in graph_of(capped, q, k, v)
     others: list[dict[str, Any]] = [
         {"return_lse": True},
         {"sink": torch.zeros(4)},
         {"dropout_p": 0.5},
     ]
     for more in others:
-        assert "heedful.inference_v6" not in graph_of(
+        assert "heedful.inference_v7" not in graph_of(
             partial(heedful.flash_attn_func, **more), q, k, v
         )
 
@@ -266,7 +280,7 @@ def test_the_inference_operator_runs_under_vmap_and_autocast_when_compiled():
     assert_same(compiled(torch.func.vmap(attention))(*many), torch.func.vmap(attention)(*many))
     with torch.autocast("cpu", torch.bfloat16):
         assert_same(compiled(attention)(q, k, v), attention(q, k, v))
-        low = torch.ops.heedful.inference_v6(q, k, v)
+        low = torch.ops.heedful.inference_v7(q, k, v)
     assert low.dtype == torch.bfloat16
 
 
@@ -276,7 +290,7 @@ def test_the_backward_operator_passes_opcheck():
     out, lse, _ = ATTENTION(*args, False)
     cotangents = torch.randn_like(out), torch.randn_like(lse)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    op = torch.ops.heedful.attention_v6_backward.default
+    op = torch.ops.heedful.attention_v7_backward.default
     for kv_grad in (True, False):
         wanted = (False, kv_grad)
         torch.library.opcheck(op, (*cotangents, out, lse, *args, *wanted), test_utils=tests)
@@ -448,6 +462,7 @@ def test_autocast_casts_q_k_v_and_bias(way):
                 False,
                 False,
                 True,
+                False,
                 0,
                 None,
                 "cpu",

@@ -311,6 +311,7 @@ def test_every_feature_has_words_and_a_problem_that_asks_for_it():
         "quantized_kv": {"kv_dtype": "int8"},
         "key_ranges": {"key_ranges": 2},
         "block_mask": {"block_mask": 64},
+        "max_scores": {"max_scores": True},
         "split_kv": {"num_splits": 2},
         "backward": {"needs_grad": True},
         "deterministic": {"needs_grad": True, "deterministic": True},

@@ -13,14 +13,18 @@ import triton.language as tl
 
 from heedful.kernels.args.hopper_backward import ListVisitsIO
 from heedful.kernels.args.shared import BlockLists, Mask, Sequences, Shape
-from heedful.kernels.common.block_lists import list_of, listed
+from heedful.kernels.common.block_lists import (
+    CHUNK,
+    WHOLE,
+    by_position,
+    entries_of,
+    list_of,
+    listed,
+)
 from heedful.kernels.common.sequences import place_of
 
 # In place of an index of bits.
-WHOLE = tl.constexpr(-1)
 HIDDEN = tl.constexpr(-2)
-# Entries of a list that are looked at together.
-CHUNK = tl.constexpr(128)
 
 
 @triton.jit
@@ -31,46 +35,14 @@ def length_of(base, col, place, blocks: BlockLists):
 
 
 @triton.jit
-def entries_of(base, entries, length, place, blocks: BlockLists):
-    """(tile of the mask's queries, index of bits) of entries of a list. Those behind its end, and
-    tiles that do not exist, are past the last query."""
-    there = entries < length
-    last = tl.cdiv(place.seq.len_q, blocks.SIDE)
-    tile = tl.load(base + 2 + 2 * entries, mask=there, other=last)
-    bits = tl.load(base + 3 + 2 * entries, mask=there, other=WHOLE)
-    bits = tl.maximum(tl.minimum(bits, blocks.pool - 1), WHOLE)
-    return tl.maximum(tl.minimum(tile, last), 0), bits
-
-
-@triton.jit
-def bits_of(tiles, base, length, place, blocks: BlockLists):
+def bits_of(tiles, base, length, last, blocks: BlockLists):
     """The index of bits of each of these tiles of the mask's queries in another list."""
     indices = tl.full(tiles.shape, HIDDEN, tl.int32)
     for first in range(0, length, CHUNK):
-        others, bits = entries_of(base, first + tl.arange(0, CHUNK), length, place, blocks)
+        others, bits = entries_of(base, first + tl.arange(0, CHUNK), length, last, blocks)
         same = tiles[:, None] == others[None, :]
         indices = tl.maximum(indices, tl.max(tl.where(same, bits[None, :], HIDDEN), 1))
     return indices
-
-
-@triton.jit
-def by_position(blocks, col, place, mask: Mask, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(whether some queries of these tiles of BLOCK_M see some keys from `col` on by position,
-    whether all see all of them)."""
-    seq = place.seq
-    row = blocks * BLOCK_M
-    beyond = tl.full(blocks.shape, 0, tl.int32) + (col + BLOCK_N - seq.len_k)
-    last_row = tl.minimum(row + BLOCK_M, seq.len_q) - 1 + seq.off
-    last = tl.minimum(col + BLOCK_N, seq.len_k) - 1
-    some = row < seq.len_q
-    every = some & (beyond <= 0)
-    if mask.HAS_RIGHT:
-        some &= col <= last_row + mask.right
-        every &= last <= row + seq.off + mask.right
-    if mask.HAS_LEFT:
-        some &= last >= row + seq.off - mask.left
-        every &= col >= last_row - mask.left
-    return some, every
 
 
 @triton.jit
@@ -94,6 +66,7 @@ def list_visits(
     g = bg % io.heads
     place = place_of(b, g, g, seqs, shape, mask, False)
     col = block * BLOCK_N
+    last = tl.cdiv(place.seq.len_q, SIDE)
     at = io.visits + place.b * io.stride_b + place.g * io.stride_h + block * io.stride_n
     visits = 0
     masked = 0
@@ -117,12 +90,14 @@ def list_visits(
                         count = later
                 for first in range(0, count * STEPS, CHUNK):
                     steps = first + tl.arange(0, CHUNK)
-                    tiles, bits = entries_of(mine, steps // STEPS, count, place, mask.blocks)
+                    tiles, bits = entries_of(mine, steps // STEPS, count, last, mask.blocks)
                     queries = tiles * STEPS + steps % STEPS
-                    takes, every = by_position(queries, col, place, mask, BLOCK_M, BLOCK_N)
+                    takes, every = by_position(
+                        queries * BLOCK_M, col, place, mask, BLOCK_M, BLOCK_N
+                    )
                     every &= bits == WHOLE
                     if HALVES == 2:
-                        beside_bits = bits_of(tiles, other, other_count, place, mask.blocks)
+                        beside_bits = bits_of(tiles, other, other_count, last, mask.blocks)
                         every &= beside_bits == WHOLE
                         if half == 1:
                             takes &= beside_bits == HIDDEN

@@ -129,6 +129,16 @@ def store_lse(lse, lse_M, tile, row, split, params, UNUSED: gl.constexpr):
 
 
 @gluon.jit
+def store_max_scores(peaks_ML, scale_log2, acc, tile, row, params):
+    """Stores the largest score of each row of one consumer, in natural units. peaks_ML: by lanes,
+    raw or natural."""
+    peaks_M = gl.convert_layout(gl.max(peaks_ML, 1), gl.SliceLayout(1, acc[0].type.layout))
+    if params.mods.unit is None:
+        peaks_M = peaks_M * (scale_log2 * LN2)
+    store_lse(params.split.max_scores, peaks_M, tile, row, gl.to_tensor(0), params, float("-inf"))
+
+
+@gluon.jit
 def store_partial(acc_ME, tile, row, split, params, first: gl.constexpr):
     """Stores one split's normalised rows in float32, columns from `first` on."""
     layout: gl.constexpr = gl.SliceLayout(1, acc_ME.type.layout)
@@ -262,6 +272,8 @@ def store_empty(outputs, acc, tile, row, split, params, place, v_factor):
     or of the sink."""
     row_layout: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     none_M = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+    if params.split.max_scores is not None:
+        store_lse(params.split.max_scores, none_M, tile, row, split, params, float("-inf"))
     if params.split.partials is not None and params.mods.sink is None:
         # The merge gives such a partial no weight, whatever its output holds.
         store_lse(outputs.lse, none_M, tile, row, split, params, float("-inf"))

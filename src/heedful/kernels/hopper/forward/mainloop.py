@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from heedful.kernels.common.constants import LN2
 from heedful.kernels.hopper.forward.dropout import drop
+from heedful.kernels.hopper.forward.epilogue import store_max_scores
 from heedful.kernels.hopper.sm90.block_range import (
     is_masked,
     n_block_at,
@@ -33,6 +34,7 @@ from heedful.kernels.hopper.sm90.pingpong import pingpong_arrive, pingpong_sync
 from heedful.kernels.hopper.sm90.score_mods import add_alibi_and_bias, apply_softcap, load_bias
 from heedful.kernels.hopper.sm90.softmax import (
     exponentials,
+    lane_peaks,
     lane_sums,
     peaks,
     shift_of,
@@ -72,6 +74,7 @@ def apply_score_mods(s_MN, bias_MN, params, tile, row, j, factors):
 @gluon.jit
 def score_again(q, kv, q_state, kv_state, bias_MN, blocks, params, tile, row, j, factors):
     """Scores of key tile j, masked, which a warp computes again."""
+    gl.static_assert(params.mods.unit is None)
     s_MN = rescore(q, kv.k, q_state, kv_state.k, params.tile.BLOCK_N)
     s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j, factors)
     MASKED: gl.constexpr = is_masked(
@@ -116,6 +119,35 @@ def queue_step(q, kv, q_state, kv_state, p_MN, acc, params, CONSUMER: gl.constex
 
 
 @gluon.jit
+def softmax_of_tile(s_MN, m_M, l_ML, peaks_ML, scale_log2, params, dtype: gl.constexpr):
+    """(p, maximum, row sums, factor of the output so far, whether it must be scaled) after one more
+    tile of masked scores. peaks_ML: their `lane_peaks`, if they are known."""
+    IS_NATURAL: gl.constexpr = params.mods.unit is not None
+    # A bias can mask keys, too.
+    MASKS_ROWS: gl.constexpr = IS_NATURAL or is_masked(
+        params.mask.HAS_LEFT, params.mask.HAS_RIGHT, params.mask.RANGES, params.mask.blocks.SIDE
+    )
+    LIMIT: gl.constexpr = threshold_limit(dtype) * (LN2 if IS_NATURAL else 1.0)
+    if params.tile.RESCALE == "threshold":
+        p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
+            s_MN,
+            m_M,
+            l_ML,
+            scale_log2,
+            LIMIT,
+            MASKS_ROWS,
+            IS_NATURAL=IS_NATURAL,
+            peaks_ML=peaks_ML,
+        )
+        return p_MN, m_M, l_ML + lane_sums(p_MN), alpha_M, must_rescale
+    else:
+        p_MN, m_M, l_ML, alpha_M = softmax_exact(
+            s_MN, m_M, l_ML, scale_log2, MASKS_ROWS, IS_NATURAL
+        )
+        return p_MN, m_M, l_ML, alpha_M, gl.to_tensor(1)
+
+
+@gluon.jit
 def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSUMER: gl.constexpr):
     """Streams the keys of `blocks` (at least one) past one consumer's rows.
 
@@ -123,29 +155,26 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSU
     Returns the unnormalised output, maximum, row sums, and the next KV state.
     """
     dtype: gl.constexpr = kv.v.boxes.dtype
-    BLOCK_N: gl.constexpr = params.tile.BLOCK_N
     MASKED: gl.constexpr = is_masked(
         params.mask.HAS_LEFT, params.mask.HAS_RIGHT, params.mask.RANGES, params.mask.blocks.SIDE
     )
     IS_NATURAL: gl.constexpr = params.mods.unit is not None
-    # A bias can mask keys, too.
-    MASKS_ROWS: gl.constexpr = MASKED or IS_NATURAL
-    LIMIT: gl.constexpr = threshold_limit(dtype) * (LN2 if IS_NATURAL else 1.0)
     SPECULATIVE: gl.constexpr = params.tile.RESCALE == "speculative"
-    gl.static_assert(not (SPECULATIVE and IS_NATURAL))
+    MASKS_SCORES: gl.constexpr = MASKED and not SPECULATIVE
     HEAD: gl.constexpr = headroom(dtype) if SPECULATIVE else 0.0
-    SUM_LIMIT: gl.constexpr = sum_limit(dtype)
+    KEEPS_PEAKS: gl.constexpr = params.split.max_scores is not None
     acc = no_output(kv.v, params)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
-
     scale_log2, _, _ = factors
     s_MN, bias_MN, j = first_scores(
         q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSUMER
     )
+    if KEEPS_PEAKS:
+        peaks_ML, peaks_before_ML = lane_peaks(s_MN), lane_peaks(s_MN)
     m_M = peaks(s_MN, scale_log2, IS_NATURAL) + HEAD
     p_MN = exponentials(s_MN, shift_of(m_M), scale_log2, IS_NATURAL)
     l_ML = lane_sums(p_MN)
-    p_MN = drop(p_MN, params.dropout, tile, row, j * BLOCK_N)
+    p_MN = drop(p_MN, params.dropout, tile, row, j * params.tile.BLOCK_N)
     p_MJ = to_pairs(p_MN, dtype)
     kv_before = kv_state
     kv_state = kv_state.after_keys()
@@ -171,26 +200,22 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSU
             # These scores exist only after every warp is done with the tile before.
             kv.consumer_release_kept_k(kv_before)
             s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j, factors)
+            if MASKS_SCORES:
+                s_MN = apply_mask_if_needed(s_MN, blocks, params, tile, row, j)
+            tile_ML = lane_peaks(s_MN) if KEEPS_PEAKS else None
+            if KEEPS_PEAKS:
+                peaks_before_ML, peaks_ML = peaks_ML, gl.maximum(peaks_ML, tile_ML)
             if SPECULATIVE:
                 p_MN = exponentials(s_MN, m_M, scale_log2)
                 sums_ML = lane_sums(p_MN)
                 before_ML = l_ML
                 l_ML = l_ML + sums_ML
-                must_rescale = vote_above(sums_ML, SUM_LIMIT)
+                must_rescale = vote_above(sums_ML, sum_limit(dtype))
             else:
-                if MASKED:
-                    s_MN = apply_mask_if_needed(s_MN, blocks, params, tile, row, j)
-                if params.tile.RESCALE == "threshold":
-                    p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
-                        s_MN, m_M, l_ML, scale_log2, LIMIT, MASKS_ROWS, IS_NATURAL=IS_NATURAL
-                    )
-                    l_ML = l_ML + lane_sums(p_MN)
-                else:
-                    p_MN, m_M, l_ML, alpha_M = softmax_exact(
-                        s_MN, m_M, l_ML, scale_log2, MASKS_ROWS, IS_NATURAL
-                    )
-                    must_rescale = gl.to_tensor(1)
-                p_MN = drop(p_MN, params.dropout, tile, row, j * BLOCK_N)
+                p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_of_tile(
+                    s_MN, m_M, l_ML, tile_ML, scale_log2, params, dtype
+                )
+                p_MN = drop(p_MN, params.dropout, tile, row, j * params.tile.BLOCK_N)
             kv_before = kv_state
             kv_state = kv_state.next()
             # ptxas: the wait's loop ends a basic block. Otherwise the wait is hoisted over
@@ -211,27 +236,34 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSU
         if SPECULATIVE:
             if MASKED:  # noqa: SIM102  (known when compiling, and `and` is not)
                 if needs_mask(blocks, j):
-                    p_MN = apply_mask(p_MN, blocks, params, tile, row, j, 0.0)
-                    sums_ML = lane_sums(p_MN)
-                    l_ML = before_ML + sums_ML
-                    must_rescale = vote_above(sums_ML, SUM_LIMIT)
-                    p_MJ = to_pairs(p_MN, dtype)
+                    if KEEPS_PEAKS:
+                        # Its scores were not masked, and are no longer there.
+                        must_rescale = gl.to_tensor(1)
+                    else:
+                        p_MN = apply_mask(p_MN, blocks, params, tile, row, j, 0.0)
+                        sums_ML = lane_sums(p_MN)
+                        l_ML = before_ML + sums_ML
+                        must_rescale = vote_above(sums_ML, sum_limit(dtype))
+                        p_MJ = to_pairs(p_MN, dtype)
             if must_rescale != 0:
                 s_MN = score_again(
                     q, kv, q_state, kv_before, bias_MN, blocks, params, tile, row, j, factors
                 )
+                if KEEPS_PEAKS:
+                    peaks_ML = gl.maximum(peaks_before_ML, lane_peaks(s_MN))
                 top_M = gl.max(s_MN, 1) * scale_log2 + HEAD
                 p_MN, m_M, before_ML, alpha_M = rescale_from_scores(
                     s_MN, top_M, m_M, before_ML, scale_log2, MASKED
                 )
                 l_ML = before_ML + lane_sums(p_MN)
-                p_MJ = to_pairs(p_MN, dtype)
-                acc = scale_output(acc, alpha_M)
+                p_MJ, acc = to_pairs(p_MN, dtype), scale_output(acc, alpha_M)
     kv.consumer_wait_v(kv_state)
     p_dot_MN = from_pairs(p_MJ, dtype, p_layout)
     # O += P V
     acc = finish_output(queue_output(p_dot_MN, kv.v, kv_state.values(), acc))
     kv.consumer_release_kept_k(kv_before)
+    if KEEPS_PEAKS:
+        store_max_scores(peaks_ML, scale_log2, acc, tile, row, params)
     if not params.tile.OUT_IN_Q:
         q.consumer_release_after_mma(q_state)
     kv.consumer_release_last_v(kv_state)

@@ -62,7 +62,9 @@ def places_in_list(params, tile, row):
     end = gl.where(is_any, (whole + part) * STEPS, 0)
     begin = end * 0
     full_end = begin
-    if params.mask.blocks.IS_PLAIN:
+    if params.mask.blocks.IS_EXACT:
+        full_end = gl.minimum(whole * STEPS, end)
+    elif params.mask.blocks.IS_PLAIN:
         full_end = gl.where(
             tile.seq.len_k % params.mask.blocks.SIDE == 0, gl.minimum(whole * STEPS, end), 0
         )
@@ -82,7 +84,7 @@ def first_key(params, tile, blocks, j):
     """The first key of key tile j of a work tile's `blocks`."""
     if params.mask.blocks.SIDE:
         col, _ = listed_tile(params, tile, tile.row, j)
-        if params.mask.blocks.IS_PLAIN:
+        if params.mask.blocks.IS_PLAIN or params.mask.blocks.IS_EXACT:
             # Nobody masks those seen whole.
             last = tile.seq.len_k - params.mask.blocks.SIDE + col % params.mask.blocks.SIDE
             col = gl.where(j < blocks.full_end, gl.minimum(col, last), col)

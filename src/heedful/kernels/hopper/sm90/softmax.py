@@ -29,6 +29,14 @@ def lane_sums(p_MN):
 
 
 @gluon.jit
+def lane_peaks(s_MN):
+    """The largest score among the keys that one lane holds: (M, N) -> (M, 4), as `lane_sums`."""
+    M: gl.constexpr = s_MN.shape[0]
+    N: gl.constexpr = s_MN.shape[1]
+    return gl.max(gl.max(s_MN.reshape([M, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
 def scale_rows(x_ME, alpha_M):
     """Multiplies row m by alpha_M[m]."""
     return x_ME * gl.convert_layout(alpha_M, gl.SliceLayout(1, x_ME.type.layout))[:, None]
@@ -139,11 +147,14 @@ def vote_above(values, LIMIT_BITS: gl.constexpr):
 def _vote_at_bounds(outputs, inputs):
     """Assembly: does any lane of the warp hold a score at or above its row's bound, or a row whose
     bound is negative? In a lane's scores, two neighbours belong to one row, the next two to the
-    other, and so on."""
+    other, and so on; of two, each is a row's largest."""
     flag = outputs[0][0]
     scores, bounds = inputs
     lines = []
     for row in range(2):
+        if len(scores) == 2:
+            lines.append(f"mov.b32 m{row}, {scores[row]};")
+            continue
         values = [score for i, score in enumerate(scores) if i // 2 % 2 == row]
         chains = [f"m{row}", f"n{row}"]
         lines += [f"mov.b32 {c}, {v};" for c, v in zip(chains, values, strict=False)]
@@ -162,7 +173,8 @@ def _vote_at_bounds(outputs, inputs):
 @gluon.jit
 def vote_at_bounds(s_MN, bound_M):
     """Whether any score of the warp is at or above its row's bound or is NaN, or any bound is
-    negative. Negative bounds count, since negative floats have no order as integers."""
+    negative. s_MN: scores, or their `lane_peaks`. Negative bounds count, since negative floats have
+    no order as integers."""
     bits = [s_MN.to(gl.int32, bitcast=True), bound_M.to(gl.int32, bitcast=True)]
     kinds: gl.constexpr = ("=r", "r", "r")
     return inline_asm(_vote_at_bounds, kinds, bits, gl.int32, is_pure=True)
@@ -196,6 +208,7 @@ def softmax_threshold(
     TOP: gl.constexpr = 0.0,
     IS_NATURAL: gl.constexpr = False,
     IS_SIGNED: gl.constexpr = False,
+    peaks_ML=None,
 ):
     """One more tile against the old references, which move only where a score exceeds one by far.
     The new reference then gives that score a p of 2^TOP.
@@ -203,14 +216,17 @@ def softmax_threshold(
     LIMIT: in the unit of references. p = 2^(s - m) may exceed 1, but by at most 2^LIMIT. Floats
     keep their relative precision, so nothing is lost. Each warp votes and branches for itself. The
     vote looks at scores before anything is subtracted: a reference far below them would leave too
-    few of their digits for a new one.
+    few of their digits for a new one. peaks_ML: their `lane_peaks`, if they are known.
 
     Returns p, the references, the sums before this tile, their factor and the output's, and whether
     the warp moved any reference. Only then must the output be scaled.
     """
     alpha_M = gl.full(m_M.shape, 1.0, gl.float32, m_M.type.layout)
     bound_M = bounds_of(m_M, scale_log2, LIMIT, IS_NATURAL, IS_SIGNED)
-    must_rescale = vote_at_bounds(s_MN, bound_M)
+    if peaks_ML is None:
+        must_rescale = vote_at_bounds(s_MN, bound_M)
+    else:
+        must_rescale = vote_at_bounds(peaks_ML, bound_M)
     if must_rescale != 0:
         peak_M = peaks(s_MN, scale_log2, IS_NATURAL, IS_SIGNED)
         # A row that has seen no key has nothing to compare with. Its reference, -inf, always moves.

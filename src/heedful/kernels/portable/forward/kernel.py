@@ -162,6 +162,7 @@ def attention_forward(io: ForwardIO, params: PortableParams):
     head = head_mods(scale, place.b, place.h, params)
     words = dropout_words(params.dropout)
     m_M, l_M = first_statistics(split, place, params, IS_ADJUSTED)
+    top_M = tl.full([M], float("-inf"), tl.float32)
     acc_ME = tl.zeros([M, BLOCK_E], tl.float32)
     rows_M = row0 + tl.arange(0, M)
     for masked in tl.static_range(2):
@@ -179,6 +180,8 @@ def attention_forward(io: ForwardIO, params: PortableParams):
             s_MN = modified_scores(
                 s_MN, rows_M, row0, col0, place, mods, params, IS_ADJUSTED, masked == 1
             )
+            if io.max_scores is not None:
+                top_M = tl.maximum(top_M, tl.max(s_MN, 1))
             p_MN, m_M, l_M, alpha_M = softmax_step(
                 s_MN, m_M, l_M, scale, IS_ADJUSTED, IS_EXACT, masked == 1 or HAS_BIAS
             )
@@ -192,4 +195,10 @@ def attention_forward(io: ForwardIO, params: PortableParams):
             acc_ME = plus_product(
                 acc_ME * alpha_M[:, None], p_MN.to(DTYPE), v_NE, params.tile.PRECISION, IS_EXACT
             )
+    if io.max_scores is not None:
+        if not IS_ADJUSTED:
+            top_M *= scale
+        rows = place.b * io.lse.stride_b + place.h * io.lse.stride_h + place.seq.token_q
+        top_M = tl.where(rows_M < place.seq.len_q, top_M, float("-inf"))
+        tl.store(io.max_scores + rows + rows_M, top_M, mask=rows_M < place.seq.stored_q)
     store_results(m_M, l_M, acc_ME, factor, split, rows_M, row0, place, io, params)
