@@ -329,13 +329,13 @@ def test_packed_maps_end_with_each_sequence():
 
 
 @pytest.mark.parametrize("dim", [64, pytest.param(256, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("terms", [{"bias": True}, {"alibi": True}], ids=str)
+@pytest.mark.parametrize("terms", [{"bias": True}, {"rel_bias": True}, {"alibi": True}], ids=str)
 def test_scores_with_a_bias_are_subtracted_from_before_they_are_scaled(terms, dim):
     """A product of the exponent alone, for each of a thread's scores, in place of one in the
     subtraction; ALiBi alone is taken off raw scores. No bias makes the loop spill."""
     *_, call = whole(AttentionProblem.dense(4, 4096, 4096, 16, head_dim=dim, **terms)).calls
     assert call.constants["params.tile.RESCALE"] == "threshold"
-    assert ("params.mods.unit" in call.arguments) == ("bias" in terms)
+    assert ("params.mods.unit" in call.arguments) == ("alibi" not in terms)
     assert ("params.mods.per_unit" in call.arguments) == ("alibi" in terms)
     found = inspect_cubin(compiler.artifact(call, DEVICE.arch).code).loop
     assert found is not None
@@ -343,6 +343,6 @@ def test_scores_with_a_bias_are_subtracted_from_before_they_are_scaled(terms, di
     assert isinstance(keys, int)
     scores = keys // 2
     # Scores with their bias or ALiBi, and those less their reference.
-    fused = scores if "bias" in terms else 2 * scores
+    fused = scores if "alibi" not in terms else 2 * scores
     assert fused <= found.counts["FFMA"] < fused + scores
-    assert not ("bias" in terms and found.spills)
+    assert not ("alibi" not in terms and found.spills)

@@ -239,7 +239,7 @@ _OF_DECODE = frozenset(
     | {"head_dims_differ", "return_lse", "split_kv", "uneven_rows"}
 )
 _OF_HOPPER = frozenset(
-    {"causal", "window", "first_keys", "diagonal", "sink", "softcap", "alibi", "bias"}
+    {"causal", "window", "first_keys", "diagonal", "sink", "softcap", "alibi", "bias", "rel_bias"}
     | {"dropout", "varlen", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
     | {"head_dims_differ", "return_lse", "split_kv", "backward", "bias_grad"}
     | {"deterministic", "key_ranges", "block_mask", "max_scores"}
@@ -252,6 +252,7 @@ _OF_HOPPER_DECODE = frozenset(
 _TMA_GATES = (gates.some_tokens, gates.positive_scale, gates.out_as_in)
 _CACHE_GATES = (*_TMA_GATES, gates.whole_pages)
 _HOPPER_GATES = (*_CACHE_GATES, gates.aligned_draws, gates.ranges_without_leading_keys)
+_HOPPER_GATES += (gates.one_bias,)
 
 
 def _on_hopper(

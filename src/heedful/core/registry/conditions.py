@@ -152,7 +152,8 @@ def packs(problem: AttentionProblem) -> bool:
     """Whether query heads may share a tile, and otherwise few of its rows would be in use. They may
     not with a bias, ALiBi or dropout, which differ by head, nor with packed sequences, whose tensor
     maps have no dim left."""
-    score_mods = problem.alibi or problem.bias or problem.dropout_p > 0
+    biases = problem.bias or problem.rel_bias
+    score_mods = problem.alibi or biases or problem.dropout_p > 0
     few = problem.seqlen_q <= 64 and 1 < problem.group <= 64
     return few and not (score_mods or problem.varlen_q or problem.key_ranges)
 

@@ -43,7 +43,7 @@ def one_run_of_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None
         return None
     beside = {
         "ALiBi": problem.alibi,
-        "a bias": problem.bias,
+        "a bias": problem.bias or problem.rel_bias,
         "key ranges": problem.key_ranges,
         "leading keys": problem.mask.first,
     }
@@ -141,6 +141,13 @@ def aligned_draws(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return None
 
 
+def one_bias(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """The bias of a tile is held in registers: there is room for one."""
+    if problem.bias and problem.rel_bias:
+        return "a bias beside one by relative position"
+    return None
+
+
 def ranges_without_leading_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     """Key tiles of ranges are one run, those of leading keys lie before it."""
     if problem.key_ranges and problem.mask.first:
@@ -150,7 +157,8 @@ def ranges_without_leading_keys(problem: AttentionProblem, device: DeviceSpec) -
 
 def lists_of_the_hopper_forward(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     """A consumer has 64 rows. Steps of a list know their keys where they mask, and no earlier."""
-    beside = {"leading keys": problem.mask.first, "ALiBi": problem.alibi, "a bias": problem.bias}
+    beside = {"leading keys": problem.mask.first, "ALiBi": problem.alibi}
+    beside["a bias"] = problem.bias or problem.rel_bias
     return _lists_beside(problem, beside)
 
 

@@ -263,7 +263,7 @@ class HopperForwardConfig(HopperConfig):
         rescale = self.rescale
         # With a maximum, tiles that need a mask are computed again, too.
         by_data = problem.max_scores and (problem.key_ranges or problem.block_mask)
-        has_more = problem.bias or problem.alibi or by_data
+        has_more = problem.bias or problem.rel_bias or problem.alibi or by_data
         if rescale == "speculative" and (has_more or drops or tail_d):
             rescale = "threshold"
         if triton is not None and triton < _INLINE_ASM:

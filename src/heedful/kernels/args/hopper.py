@@ -3,7 +3,17 @@ of V."""
 
 from typing import NamedTuple
 
-from heedful.kernels.args.kinds import Const, In, InOut, Num, Out, Ptr, Rows, ScoreArray
+from heedful.kernels.args.kinds import (
+    Const,
+    In,
+    InOut,
+    Num,
+    Out,
+    Ptr,
+    RelativeBias,
+    Rows,
+    ScoreArray,
+)
 from heedful.kernels.args.shared import (
     Descales,
     Dropout,
@@ -43,7 +53,8 @@ class HopperScoreMods(NamedTuple):
     first computes tanh(s scale / softcap), by 2^(s softcap_scale).
 
     per_unit: raw scores in one unit of the logits, used for ALiBi on raw scores. unit: its
-    inverse, there where scores turn to natural units: with a bias, and with ALiBi in float16.
+    inverse, there where scores turn to natural units: with a bias, and with ALiBi in float16. One
+    of bias and relative at most is there.
     longest_q, longest_k: the extents of a bias, where sequences might claim to be longer; else
     None. alibi: (B, H) slopes. sink: (H,).
     """
@@ -55,6 +66,7 @@ class HopperScoreMods(NamedTuple):
     alibi: In[Ptr]
     stride_alibib: Num
     bias: In[ScoreArray]
+    relative: In[RelativeBias]
     longest_q: Num
     longest_k: Num
     sink: In[Ptr]

@@ -28,7 +28,7 @@ from heedful.kernels.args.kinds import ScoreArray
 from heedful.kernels.args.shared import KeyHulls, Tile
 from heedful.launch.bind import groups
 from heedful.launch.bind import hopper_maps as maps
-from heedful.launch.bind.groups import Buffers, number, pointer, stride
+from heedful.launch.bind.groups import Buffers, number, pointer, relative_bias, stride
 from heedful.launch.spec import KernelCall, KernelRef, Scalar, TensorMap, absent
 
 
@@ -115,7 +115,7 @@ def _score_mods(problem: AttentionProblem, buffers: Buffers) -> args.HopperScore
     unit = problem.softcap if problem.softcap > 0 else problem.scale
     # Probabilities are float16 where keys are quantised, too.
     is_half = problem.dtype == "float16" or problem.quantized_kv
-    is_natural = has_bias or (alibi is not None and is_half)
+    is_natural = has_bias or problem.rel_bias or (alibi is not None and is_half)
     # The bias has a row and a column for each query and key of dense sequences.
     may_differ = has_bias and (problem.varlen_q or problem.varlen_k or problem.page_size)
     return args.HopperScoreMods(
@@ -126,6 +126,7 @@ def _score_mods(problem: AttentionProblem, buffers: Buffers) -> args.HopperScore
         alibi=pointer(buffers, "alibi_slopes"),
         stride_alibib=stride(alibi.strides[0]) if alibi else None,
         bias=_bias(buffers),
+        relative=relative_bias(buffers),
         longest_q=Scalar(problem.seqlen_q) if has_bias and problem.varlen_q else None,
         longest_k=Scalar(problem.seqlen_k) if may_differ else None,
         sink=pointer(buffers, "sink"),

@@ -1,4 +1,5 @@
-"""Modifies scores before the softmax: softcap, ALiBi and an additive bias.
+"""Modifies scores before the softmax: softcap, ALiBi and an additive bias, dense or by relative
+position.
 
 Scores are raw until the softmax scales them, so the term of ALiBi is divided by that scale. Where
 `unit` is there, scores are in natural units from here on. A bias needs that: -1e30 is then a number
@@ -20,11 +21,28 @@ def apply_softcap(s_MN, softcap_scale):
 
 
 @gluon.jit
+def load_relative_bias(
+    mods, tile, row, col, M: gl.constexpr, N: gl.constexpr, layout: gl.constexpr
+):
+    """`load_bias` of one by relative position."""
+    rows_M = gl.arange(0, M, layout=gl.SliceLayout(1, layout))
+    key_N = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+    last = mods.relative.last
+    first = row + tile.seq.off - col + (last + 1) // 2
+    entry_MN = (rows_M + first)[:, None] - key_N[None, :]
+    entry_MN = gl.minimum(gl.maximum(entry_MN, 0), last)
+    base = mods.relative.ptr + tile.head.to(gl.int64) * mods.relative.stride_h
+    return gl.load(base + entry_MN)
+
+
+@gluon.jit
 def load_bias(mods, tile, row, col, M: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
     """The bias of rows from `row` on and keys from `col` on, in its stored dtype; 0 if there is
     none. Rows and keys past the sequence repeat its last one: their scores are masked or never
     stored."""
-    if mods.bias.ptr is None:
+    if mods.relative.ptr is not None:
+        return load_relative_bias(mods, tile, row, col, M, N, layout)
+    elif mods.bias.ptr is None:
         return gl.to_tensor(0)
     else:
         rows_M = gl.arange(0, M, layout=gl.SliceLayout(1, layout))
@@ -61,8 +79,8 @@ def add_alibi_and_bias(s_MN, bias_MN, mods, tile, row, col, unit):
             s_MN = gl.fma(distance_MN, -(slope * mods.per_unit), s_MN)
         else:
             s_MN = gl.fma(distance_MN, -slope, s_MN * unit)
-            if mods.bias.ptr is not None:
+            if mods.bias.ptr is not None or mods.relative.ptr is not None:
                 s_MN = s_MN + bias_MN.to(gl.float32)
-    elif mods.bias.ptr is not None:
+    elif mods.bias.ptr is not None or mods.relative.ptr is not None:
         s_MN = gl.fma(s_MN, unit, bias_MN.to(gl.float32))
     return s_MN
