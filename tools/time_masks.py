@@ -60,14 +60,11 @@ def flexed(x: list[torch.Tensor], shows: Any) -> Call:
 
 def flexed_by(x: list[torch.Tensor], mask: flex.BlockMask) -> Call:
     q, k, v = (t.transpose(1, 2) for t in x[:3])
-    compiled = torch.compile(flex.flex_attention, dynamic=False)
-    # Its kernels' own tiles may have 128 rows, and do not divide smaller ones of a mask.
-    tiles: Any = {
-        **{name: 64 for name in ("BLOCK_M", "BLOCK_N", "BLOCK_N1", "BLOCK_M2")},
-        **{name: 32 for name in ("BLOCK_M1", "BLOCK_N2")},
-    }
-    options = tiles if mask.BLOCK_SIZE[0] == 64 else None
-    return lambda: compiled(q, k, v, block_mask=mask, kernel_options=options).transpose(1, 2)
+    # Its kernels' own tiles may have 128 rows, and do not divide smaller ones of a mask: for these
+    # it looks for others.
+    mode = "max-autotune-no-cudagraphs" if mask.BLOCK_SIZE[0] == 64 else None
+    compiled = torch.compile(flex.flex_attention, dynamic=False, mode=mode)
+    return lambda: compiled(q, k, v, block_mask=mask).transpose(1, 2)
 
 
 def triangle(n: int) -> int:
