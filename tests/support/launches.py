@@ -15,6 +15,7 @@ _ROLES = {
     "attention_forward": "forward",
     "attention_in_parts": "forward",
     "forward": "forward",
+    "forward_wide": "forward",
     "decode": "forward",
     "mla": "forward",
     "mla_swap_ab": "forward",

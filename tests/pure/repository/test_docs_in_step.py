@@ -20,6 +20,7 @@ SOURCES = ROOT / "src" / "heedful"
 # Where a page's files are that it names without a folder.
 HOMES = {
     "hopper-forward": ["kernels/hopper"],
+    "hopper-wide": ["kernels/hopper"],
     "hopper-fp8": ["kernels/hopper"],
     "hopper-backward": ["kernels/hopper", "kernels"],
     "mla": ["kernels/hopper"],
@@ -33,6 +34,7 @@ HOMES = {
 TOOLS = ["emulator", "inspector"]
 FAMILIES = [
     "hopper-forward",
+    "hopper-wide",
     "hopper-fp8",
     "hopper-backward",
     "hopper-decode",

@@ -15,6 +15,7 @@ OPTIONS = {
     "hopper.backward_pair": _BACKWARD,
     "hopper.backward_wide": _BACKWARD,
     "hopper.forward": ("key_splits",),
+    "hopper.wide_forward": ("block_m", "num_stages", "key_splits"),
     "decode.forward": (
         *("block_m", "block_n", "num_warps", "num_stages"),
         *("least_tiles", "fewest_shares"),

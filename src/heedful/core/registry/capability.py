@@ -4,7 +4,6 @@ The planner, the tests and docs/support-matrix.md are all made from VARIANTS. Th
 and direction are a row.
 """
 
-import sys
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,6 +20,7 @@ from heedful.core.call.problem import (
 from heedful.core.registry import gates, mixed, preferences
 from heedful.core.registry.gates import FLOATS, FP8, Gate
 from heedful.core.registry.preferences import Preferred
+from heedful.core.registry.toolchain import JAX_ON_GPUS, Toolchain
 
 LEVELS = {
     "run": "measured on that hardware",
@@ -28,35 +28,6 @@ LEVELS = {
     "compile-only": "compiles for that target; nobody has run it",
     "untested": "nothing is known to stand in its way",
 }
-
-
-# The first JAX whose call of compiled kernels takes machine code and tensor maps.
-JAX_ON_GPUS = (0, 11, 1)
-# Later than every version.
-_NEWEST = (sys.maxsize,)
-
-
-@dataclass(frozen=True, slots=True)
-class Toolchain:
-    """The versions of Triton, torch and others here, as int tuples; None is absent. The default
-    means the newest. packs: for the kernels of loaded packs, which need no Triton,
-    `Variant.packed_as` and the Triton for which they are planned. validated: backends that passed
-    `heedful validate` on this device, and may be chosen by default. framework: the one whose arrays
-    a call has, "torch" or "jax".
-    """
-
-    triton: tuple[int, ...] | None = _NEWEST
-    torch: tuple[int, ...] | None = _NEWEST
-    jax: tuple[int, ...] | None = _NEWEST
-    packs: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
-    validated: frozenset[str] = frozenset()
-    framework: str = "torch"
-
-    def tritons_of(self, packed_as: str) -> list[tuple[int, ...]]:
-        """The Tritons that a variant's kernels may come from: the pack's, then the installed
-        one."""
-        packed = dict(self.packs).get(packed_as)
-        return [version for version in (packed, self.triton) if version is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,6 +406,19 @@ VARIANTS: tuple[Variant, ...] = (
         triton=(3, 6),
         gates=(*_HOPPER_GATES, *gates.OF_THE_HOPPER_FORWARD),
         varies=None,
+    ),
+    _on_hopper(
+        "hopper",
+        "forward_wide",
+        {"causal", "window", "first_keys", "diagonal", "sink", "softcap", "varlen", "seqused"}
+        | {"paged", "kv_batch_idx", "leftpad_k", "gqa", "head_dims_differ", "return_lse"}
+        | {"split_kv", "backward"},
+        "hopper",
+        "hopper.wide_forward",
+        max_dim=512,
+        gates=(*_CACHE_GATES, gates.above_256),
+        varies=_VARIES_BY_TILES,
+        framework="torch",
     ),
     _on_hopper(
         "hopper",

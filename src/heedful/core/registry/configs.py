@@ -142,6 +142,11 @@ def _hopper(max_dim: int, tile: _Tile, when=where.always, measured=_H200_GLUON, 
     return ConfigRow("hopper.forward", ("sm_90",), max_dim, config, measured, when)
 
 
+def _hopper_wide(tile: _Tile, when=where.always, **options) -> ConfigRow:
+    config = tiles.HopperWideConfig(*tile, **options)
+    return ConfigRow("hopper.wide_forward", ("sm_90",), 512, config, _H200_27, when)
+
+
 def _hopper_fp8(max_dim: int, tile: _Tile, when=where.always, **options):
     config = tiles.HopperFp8Config(*tile, **options)
     return ConfigRow("hopper.fp8_forward", ("sm_90",), max_dim, config, _H200_GLUON, when)
@@ -385,6 +390,7 @@ ROWS: list[ConfigRow] = [
     _hopper(192, (128, 128, 4, 2), where.narrow_values, **_D192),
     _hopper(192, (128, 64, 4, 3), where.no_pages, **_D192, v_stages=2),
     _hopper(256, (128, 64, 4, 2), **_D256),
+    _hopper_wide((128, 64, 4, 5), consumer_regs=168),
     _hopper_fp8(64, (192, 128, 4, 4), **_FP8_D64),
     _hopper_fp8(128, (128, 128, 4, 4), where.masked, **_FP8_D128_MASKED),
     _hopper_fp8(128, (128, 128, 4, 4), **_FP8_D128),

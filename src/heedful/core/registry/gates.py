@@ -184,6 +184,13 @@ def equal_head_dims(problem: AttentionProblem, device: DeviceSpec) -> str | None
     return f"head dims {dim} and {dim_v}: takes equal ones" if dim != dim_v else None
 
 
+def above_256(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Wide tiles have 512 columns."""
+    dim, dim_v = problem.head_dim, problem.head_dim_v
+    words = f"head dims {dim} and {dim_v}: takes those above 256"
+    return None if min(dim, dim_v) > 256 else words
+
+
 def above_128(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     """Wide tiles have 256 columns of Q and K, and 256 or 128 of V."""
     dim, dim_v = problem.head_dim, problem.head_dim_v

@@ -279,6 +279,15 @@ class HopperForwardConfig(HopperConfig):
         return replace(made, block_m=block_m, block_n=block_n, pack_gqa=False)
 
 
+@dataclass(frozen=True, slots=True)
+class HopperWideConfig(HopperForwardConfig):
+    """A tile of the Hopper forward of wide heads. A cluster has a program for each 64 of `block_m`
+    rows. num_stages: stages of parts of keys, of 128 columns."""
+
+    def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
+        return self
+
+
 def _results_fit(problem: AttentionProblem, tail_d: bool, tail_e: bool) -> bool:
     """Whether a consumer's results fit, box by box, into the shared memory of its queries."""
     v_dim = tile_dim(problem.head_dim_v)

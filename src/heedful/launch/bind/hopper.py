@@ -5,7 +5,12 @@ from dataclasses import replace
 from heedful.core.base.arrays import item_bytes
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import Plan
-from heedful.core.registry.tiles import CONSUMER_ROWS, HopperForwardConfig, tile_dim
+from heedful.core.registry.tiles import (
+    CONSUMER_ROWS,
+    HopperForwardConfig,
+    HopperWideConfig,
+    tile_dim,
+)
 from heedful.launch.bind import groups, hopper_groups, portable
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, with_scratch
@@ -18,7 +23,8 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """The launches that compute out, and lse if there is such a buffer. If the keys are split, they
     store partial results, which the portable merge combines. In a mixed batch the launch is
     programmatic, see mixed.py."""
-    sizes, config = plan.sizes(), plan.configs["hopper.forward"]
+    kernel = next(name for name in plan.configs if name.startswith("hopper."))
+    sizes, config = plan.sizes(), plan.configs[kernel]
     assert isinstance(config, HopperForwardConfig)
     hides = problem.block_mask and not groups.block_lists(problem, buffers, "block_rows").IS_PLAIN
     if hides:
@@ -36,7 +42,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     call = hopper_groups.forward_call(
         problem,
         config,
-        sizes.launches["hopper.forward"],
+        sizes.launches[kernel],
         buffers,
         _maps(problem, config, buffers),
         results["lse"],
@@ -56,6 +62,12 @@ def _maps(
     problem: AttentionProblem, config: HopperForwardConfig, buffers: Buffers
 ) -> dict[str, TensorMap]:
     """The tensor maps of queries, keys, values and the output."""
+    if isinstance(config, HopperWideConfig):
+        make_q = maps.packed_map if problem.varlen_q else maps.dense_map
+        widths = {"q": SWIZZLE, "out": 2 * SWIZZLE}
+        found = {n: make_q(n, buffers[n], CONSUMER_ROWS, widths[n]) for n in widths}
+        keys = {n: key_map(problem, buffers, n, config.block_n, SWIZZLE) for n in ("k", "v")}
+        return found | keys
     q_dim, v_dim = tile_dim(problem.head_dim), tile_dim(problem.head_dim_v)
     in_d, in_e = config.tail_d, config.tail_e
     # If queries are in boxes of 64 columns, so are results, which may be stored through the same

@@ -21,6 +21,7 @@ from heedful.core.registry.tiles import (
     HopperConfig,
     HopperForwardConfig,
     HopperFp8Config,
+    HopperWideConfig,
     pow2,
 )
 from heedful.kernels.args import hopper as args
@@ -54,6 +55,10 @@ def forward_call(
     }
     ref = KernelRef("heedful.kernels.hopper.forward.kernel", "forward", "gluon")
     options = {"num_warps": 4}
+    if isinstance(config, HopperWideConfig):
+        ref = KernelRef("heedful.kernels.hopper.forward_wide.kernel", "forward_wide", "gluon")
+        wide = {name: parameters[name] for name in ("io", "params")}
+        return KernelCall(ref, launch.grid, wide, options, cluster=config.consumers)
     return KernelCall(ref, launch.grid, parameters, options, programmatic=begins_early)
 
 

@@ -110,7 +110,8 @@ def compile_kernel(call: KernelCall, arch: str):
     if target.backend == "cuda" and not _keeps_lines():
         asked = options.get("ptx_options") or knobs.nvidia.ptxas_options or ""
         options["ptx_options"] = f"{asked} -suppress-debug-info".strip()
-    if call.cluster > 1:
+    # In Gluon, layouts would be of all programs of a cluster.
+    if call.cluster > 1 and call.kernel.dialect != "gluon":
         options["num_ctas"] = call.cluster
     src = source(call)
     try:
@@ -163,7 +164,7 @@ def compile_artifact(call: KernelCall, arch: str) -> Artifact:
         num_warps=metadata.num_warps,
         warp_size=target.warp_size,
         shared_bytes=metadata.shared,
-        cluster=getattr(metadata, "num_ctas", 1),
+        cluster=max(call.cluster, getattr(metadata, "num_ctas", 1)),
         parameters=tuple(parameters),
         parameter_bytes=size,
         # Triton 3.6 has none for AMD.

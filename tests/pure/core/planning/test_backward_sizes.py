@@ -170,7 +170,7 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         (
             {**CAUSAL, "heads_q": 64, "heads_k": 1, "batch": 16},
             """hopper.backward_prologue (16384, 1, 1) q_blocks=16
-        hopper.backward (132, 1, 1) tiles=128 key_blocks=8 l2_heads=1 l2_groups=0 splits=2
+        hopper.backward (132, 1, 1) tiles=128 key_blocks=8 l2_heads=1 l2_groups=7 splits=2
         hopper.backward_epilogue (16640, 1, 1) q_blocks=16 k_blocks=16
         delta (16, 64, 1000) float32
         dq_accum (64, 16384, 128) float32

@@ -431,7 +431,7 @@ def test_programs_of_decode_may_be_chosen_by_hand():
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("hopper+draw=1", "hopper has the options draws, .*, got draw"),
+        ("hopper+draw=1", "hopper has the options block_m, draws, .*, got draw"),
         ("hopper+draws", "options must be OPTION=NUMBER"),
         ("hopper+draws=-1", "options must be OPTION=NUMBER"),
         ("hopper+draws=1+draws=0", "options must be OPTION=NUMBER, each once"),

@@ -32,6 +32,7 @@ BACKENDS = "backend must be one of decode, mixed, hopper, cdna, portable, sdpa, 
 NO_LATENT = "head dims 128 and 128: takes V of 512 and K of up to 64 columns more"
 NOT_PACKED = "queries that are not packed: all sequences have as many"
 NOT_HERE = "rejected  cdna, sdpa, cpu forward: no kernel for sm_90"
+NOT_WIDE = "rejected  hopper/forward_wide forward: head dims 128 and 128: takes those above 256"
 
 
 def test_a_split_training_call_is_explained():
@@ -61,6 +62,7 @@ def test_a_split_training_call_is_explained():
         "rejected  decode/hopper, decode/portable forward: hopper is preferred for 40 query rows of"
         " a KV head: more than 32",
         f"rejected  mixed forward: does not take a later backward; {NOT_PACKED}",
+        NOT_WIDE,
         NOT_HERE,
         "rejected  portable forward: hopper/forward is preferred",
         "rejected  hopper/pair, hopper/wide backward: head dims 128 and 128: takes those above 128,"
@@ -98,6 +100,7 @@ def test_a_call_on_pages_is_explained_with_its_notes():
         "rejected  decode/hopper, decode/portable forward: hopper is preferred for 2000 query rows"
         " of a KV head: more than 32",
         f"rejected  mixed forward: does not take a later backward; {NOT_PACKED}",
+        NOT_WIDE,
         NOT_HERE,
         "rejected  portable forward: hopper/forward is preferred",
         "rejected  hopper backward: does not take lengths used of each sequence; does not take"

@@ -224,10 +224,8 @@ def with_sink(m_M, l_M, tile, row, split, params):
 
 
 @gluon.jit
-def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor):
-    """Normalises one consumer's rows, and stores them and their log-sum-exp. v_factor: descale of
-    values of 8 bits."""
-    IS_NATURAL: gl.constexpr = params.mods.unit is not None
+def normalised(acc, m_M, l_M, tile, row, split, params, v_factor):
+    """(output, maximum, sum, which rows saw a key) of one consumer's rows, with the sink."""
     m_M, l_M, factor_M = with_sink(m_M, l_M, tile, row, split, params)
     # A sum of NaN counts as seen, whatever the maximum is: the result is NaN, not 0.
     seen_M = l_M != 0.0
@@ -238,18 +236,13 @@ def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor
         inverse_M *= v_factor
     if params.dropout.IS_ON:
         inverse_M *= params.dropout.inverse_keep
-    out = scale_output(acc, inverse_M)
-    layout: gl.constexpr = l_M.type.layout
-    if params.split.partials is not None:
-        store_partial(out[0], tile, row, split, params, 0)
-        if len(out) > 1:
-            store_partial(out[1], tile, row, split, params, out[0].shape[1])
-    else:
-        if params.seqs.used_q is not None:
-            # Rows in storage that are not in use may hold anything, even NaN.
-            used_M = is_row(params, row, tile.seq.len_q, layout)
-            out = keep_rows(out, used_M)
-        write_rows(outputs, out, queries_at(params, tile, row), place)
+    return scale_output(acc, inverse_M), m_M, l_M, seen_M
+
+
+@gluon.jit
+def store_log_sums(outputs, m_M, l_M, seen_M, tile, row, split, params):
+    """Stores the log-sum-exp of rows, if there is a place for it."""
+    IS_NATURAL: gl.constexpr = params.mods.unit is not None
     if outputs.lse is not None:
         if params.split.PART_TILES is not None:
             lse_M, rest_M = rounded_log_sum_exp(m_M, l_M, not IS_NATURAL)
@@ -264,6 +257,25 @@ def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor
             lse_M = (m_M + gl.log2(l_M)) * LN2
         lse_M = gl.where(seen_M, lse_M, float("-inf"))
         store_lse(outputs.lse, lse_M, tile, row, split, params, float("-inf"))
+
+
+@gluon.jit
+def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor):
+    """Normalises one consumer's rows, and stores them and their log-sum-exp. v_factor: descale of
+    values of 8 bits."""
+    out, m_M, l_M, seen_M = normalised(acc, m_M, l_M, tile, row, split, params, v_factor)
+    layout: gl.constexpr = l_M.type.layout
+    if params.split.partials is not None:
+        store_partial(out[0], tile, row, split, params, 0)
+        if len(out) > 1:
+            store_partial(out[1], tile, row, split, params, out[0].shape[1])
+    else:
+        if params.seqs.used_q is not None:
+            # Rows in storage that are not in use may hold anything, even NaN.
+            used_M = is_row(params, row, tile.seq.len_q, layout)
+            out = keep_rows(out, used_M)
+        write_rows(outputs, out, queries_at(params, tile, row), place)
+    store_log_sums(outputs, m_M, l_M, seen_M, tile, row, split, params)
 
 
 @gluon.jit
