@@ -282,6 +282,7 @@ def test_fake_gradients_have_the_metadata_of_real_ones(sink, bias_grad, kv_grad)
         False,
         False,
         True,
+        False,
         0,
         None,
         None,
