@@ -231,11 +231,13 @@ class Device:
 
     def lists(self):
         """The lists of visits as the kernel ahead of this one stores them, which heads share."""
-        each = 2 + 2 * SIDE
+        each, steps = 2 + 2 * SIDE, SIDE // self.tile.block_m
         numbers = []
         for tiles, masked in self.sizes.listed:
-            entries = [n for tile in tiles for n in (tile, 0)]
-            numbers += [len(tiles), masked, *entries, *(0 for _ in range(each - 2 - len(entries)))]
+            blocks = [tile * steps + step for tile in tiles for step in range(steps)]
+            entries = [n for block in blocks for n in (block, 0)]
+            rest = (0 for _ in range(each - 2 - len(entries)))
+            numbers += [len(blocks), masked * steps, *entries, *rest]
         return SimpleNamespace(
             visits=Pointer([*map(Int, numbers)]),
             stride_b=Int(0),
