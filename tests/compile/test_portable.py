@@ -23,6 +23,7 @@ from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.launch.compiler import compile_now
+from heedful.launch.prebuild import compiling
 from heedful.launch.program.programs import program
 from heedful.launch.spec import KernelCall, Pointer
 from machine_code.arrays import ARRAYS, portable_problem
@@ -197,9 +198,12 @@ def test_a_relative_bias_compiles_for_sm_90_without_spills(direction):
     compile_within_limits("sm_90", list(zip(names, calls, strict=True)))
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
-def test_kernels_of_invariant_numerics_fit(arch):
-    """Their tiles are one for all options: some need local memory, between parts."""
+@pytest.mark.oldest_triton
+@pytest.mark.parametrize(
+    "backend, arch", [("portable", "sm_90"), ("portable", "gfx942"), ("hopper", "sm_90")]
+)
+def test_kernels_of_invariant_numerics_fit(backend, arch):
+    """Tiles are one for all options: some need local memory, between parts."""
     device = by_name(arch)
     calls: tuple[tuple[int, dict[str, Any]], ...] = (
         (4096, {"causal": True}),
@@ -207,5 +211,5 @@ def test_kernels_of_invariant_numerics_fit(arch):
     )
     for seqlen_q, facts in calls:
         problem = AttentionProblem.dense(8, seqlen_q, 20000, 32, invariant=True, **facts)
-        for call in program(plan(problem, device), "forward").calls:
+        for call in program(plan(problem, device, compiling(), backend), "forward").calls:
             assert compile_now(call, arch).shared_bytes <= device.shared_bytes

@@ -57,6 +57,7 @@ class Arrays:
 
     float32, int32, int64 = np.float32, np.int32, np.int64
     constexpr = None
+    PropagateNan = SimpleNamespace(ALL=True)
     static_range = range
     SliceLayout = BlockedLayout = staticmethod(lambda *args: None)
 
@@ -102,7 +103,7 @@ class Arrays:
     def minimum(self, a, b):
         return _as(a, b, np.minimum(a, b))
 
-    def maximum(self, a, b):
+    def maximum(self, a, b, propagate_nan=True):
         return _as(a, b, np.maximum(a, b))
 
     def fma(self, a, b, c):

@@ -47,8 +47,9 @@ class Plan:
     backend, level, variant: of the forward; variant is "" if the backend has one kernel. backward,
     backward_level, backward_variant: of the backward, None without one. configs: kernel name
     ("portable.forward", ...) -> its tiles; measured: kernel name -> where they were measured.
-    is_split: whether the keys are split and results merged. scheduler: how the programs of a Hopper
-    forward get their work tiles. short_q: the most queries of a sequence that a decode kernel
+    is_split: whether the keys are split and results merged. in_turn: whether programs of the Hopper
+    forward take several parts of their keys in turn and merge them. scheduler: how its programs
+    get their work tiles. short_q: the most queries of a sequence that a decode kernel
     handles, where the Hopper forward handles longer ones; 0 = one kernel handles all. by_hand:
     options of `Overrides`. notes: what a user may want to know (copies made, settings that took
     part). toolchains: by direction, what its kernels are planned for; named: the backend that
@@ -66,6 +67,7 @@ class Plan:
     configs: dict[str, TileConfig] = field(default_factory=dict)
     measured: dict[str, str] = field(default_factory=dict)
     is_split: bool = False
+    in_turn: bool = False
     scheduler: Scheduler | None = None
     short_q: int = 0
     by_hand: Mapping[str, int] = field(default_factory=dict)
@@ -346,6 +348,7 @@ def _dealt_out(row: Variant, tiles, problem: AttentionProblem, device: DeviceSpe
     if row.short_queries:
         facts["short_q"] = row.short_queries(problem)
     if isinstance(forward, HopperConfig):
+        facts["in_turn"] = splits == 1 and bool(sizes.parts_of(forward, problem) > 1)
         facts["scheduler"] = sizes.scheduler_of(forward, problem, device, splits)
     return facts
 

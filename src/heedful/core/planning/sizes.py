@@ -36,6 +36,7 @@ from heedful.core.registry.tiles import (
     TileConfig,
     pow2,
     product_dim,
+    tile_dim,
 )
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ Scheduler = Literal["dynamic", "static", "single"]
 # device; if heads have fewer tiles than this, all groups are that large (H200, 2026-11-22,
 # measurements/hopper-forward.md).
 _L2_HEADS, _L2_HEADS_FP8 = 4, 2
+# With numerics="invariant": if each SM has so many tiles, programs take all their parts in turn.
+_LEAST_TURNS = 8
 _LAST_WAVES = 2
 _L2_GROUP_TILES = 8
 # In the backward, key tiles share queries, dO and sums of dQ: these are to fill so much of L2, in
@@ -140,8 +143,8 @@ def splits_of(plan: "Plan", problem: AttentionProblem) -> int:
 def best_splits(config: TileConfig, problem: AttentionProblem, device: DeviceSpec) -> int:
     """The splits that `choose_splits` gives for the tiles of a forward, or those chosen by hand."""
     if isinstance(config, HopperForwardConfig) and config.part_keys:
-        # Its programs merge no parts: each part has work tiles.
-        return larger(1, ceil_div(problem.seqlen_k, config.part_keys))
+        tiles, parts = hopper_tiles(config, problem), parts_of(config, problem)
+        return programs_of_parts(tiles, parts, device.units * _LEAST_TURNS)
     if isinstance(config, HopperForwardConfig) and config.key_splits:
         return config.key_splits
     rows = config.group_rows(problem)
@@ -149,6 +152,12 @@ def best_splits(config: TileConfig, problem: AttentionProblem, device: DeviceSpe
         tiles = problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, config.block_m)
         return programs_of_parts(tiles, ceil_div(problem.seqlen_k, config.part_keys), device.units)
     return choose_splits(problem, device, config.block_m, config.block_n, rows)
+
+
+def parts_of(config: TileConfig, problem: AttentionProblem) -> int:
+    """How many parts of fixed bounds the longest sequence's keys have in the Hopper forward."""
+    part_keys = config.part_keys if isinstance(config, HopperForwardConfig) else 0
+    return larger(1, ceil_div(problem.seqlen_k, part_keys)) if part_keys else 1
 
 
 def heads_in_l2(problem: AttentionProblem, device: DeviceSpec) -> int:
@@ -170,7 +179,7 @@ def scheduler_of(
     each tile) where neither is known to be faster."""
     if isinstance(config, HopperWideConfig):
         return "single"
-    if problem.varlen_q:
+    if problem.varlen_q or parts_of(config, problem) > 1:
         return "dynamic"
     if problem.used_q or problem.ragged_k:
         return "single"
@@ -238,6 +247,9 @@ def _hopper_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     if problem.invariant and plan.is_split:
         launches["portable.merge_parts"] = _merge_parts(problem)
     workspaces = []
+    if plan.in_turn:
+        columns = tile_dim(problem.head_dim_v) + 3
+        workspaces.append(Workspace.of("held", programs, config.block_m, columns))
     if plan.scheduler == "dynamic":
         # An earlier kernel sets the counter.
         ahead = isinstance(config, HopperFp8Config) and not config.transposes_v

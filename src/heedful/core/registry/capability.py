@@ -102,7 +102,7 @@ class Variant:
         level = self.levels.get(device.arch) or self.levels.get(f"{device.vendor}:*")
         if level == "run" and problem and self.unrun and self.unrun & problem.features():
             return "compile-only"
-        # Parts of invariant numerics have other borders since they ran.
+        # Parts have other borders, or other functions merge them, since they ran.
         if level == "run" and problem and problem.invariant:
             return "compile-only"
         return level

@@ -334,7 +334,7 @@ _ALONE: dict[str, Any] = {"programs": 1, "registers": 0, "producer_regs": 56}
 
 # With numerics="invariant" rows differ in what decides no bit: how many rows share a tile, and of
 # which heads; not in a tile's keys and the rescale.
-_PARTS: dict[str, Any] = {"rescale": "exact", "part_keys": tiles.PART_KEYS}
+_PARTS: dict[str, Any] = {"rescale": "threshold", "part_keys": tiles.PART_KEYS}
 _TWO_PARTS: dict[str, Any] = {**_D128, **_PARTS}
 _D256_PARTS: dict[str, Any] = {**_D256, **_PARTS}
 

@@ -105,7 +105,8 @@ class SplitKV(NamedTuple):
     rounding of each log-sum-exp lost, of results that are merged later; else None. max_scores: of
     rows, without the sink, laid out as lse; else None. Without splits all other fields are None.
     PART_TILES: with numerics="invariant" a split is a part of so many key tiles, at multiples of
-    them; else None."""
+    them; else None. held: if a program takes all parts of its work tile, one after the other, its
+    merged results so far, see `epilogue.with_held`; else None."""
 
     partials: Out[Ptr]
     rest: Out[Ptr]
@@ -114,6 +115,7 @@ class SplitKV(NamedTuple):
     batch: Num
     dim_v: Num
     PART_TILES: Const
+    held: InOut[Ptr]
 
 
 class HopperStages(NamedTuple):

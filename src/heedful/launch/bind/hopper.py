@@ -51,7 +51,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     )
     calls.append(call)
     if plan.is_split and problem.invariant:
-        calls.append(portable.merge_parts_call(problem, sizes, buffers, config.part_keys))
+        calls.append(portable.merge_parts_call(problem, sizes, buffers, config.part_keys, True))
     elif plan.is_split:
         # The first split includes the sink: a merge would add it to unused rows, too.
         calls.append(portable.combine_call(buffers, has_sink=False, begins_early=True))

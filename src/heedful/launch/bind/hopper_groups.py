@@ -245,7 +245,8 @@ def _split_kv(
         part_tiles = config.part_keys // config.block_n
     if splits is None:
         rest, largest = pointer(buffers, "rest"), pointer(buffers, "max_scores")
-        return args.SplitKV(None, rest, largest, None, None, None, part_tiles)
+        held = pointer(buffers, "held")
+        return args.SplitKV(None, rest, largest, None, None, None, part_tiles, held)
     return args.SplitKV(
         partials=pointer(buffers, "partial_out"),
         rest=pointer(buffers, "partial_rest"),
@@ -254,6 +255,7 @@ def _split_kv(
         batch=None if problem.varlen_q else Scalar(problem.batch),
         dim_v=Scalar(problem.head_dim_v),
         PART_TILES=part_tiles,
+        held=None,
     )
 
 

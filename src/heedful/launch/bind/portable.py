@@ -167,7 +167,7 @@ def _calls_in_parts(
     )
     if not plan.is_split:
         return [attention]
-    return [attention, merge_parts_call(problem, sizes, buffers, config.part_keys, True)]
+    return [attention, merge_parts_call(problem, sizes, buffers, config.part_keys)]
 
 
 def merge_parts_call(
@@ -175,10 +175,10 @@ def merge_parts_call(
     sizes: Sizes,
     buffers: Buffers,
     part_keys: int,
-    has_sink: bool = False,
+    last_first: bool = False,
 ) -> KernelCall:
-    """Merges parts of the keys, of so many each, one after the other. has_sink: the sink enters
-    before them."""
+    """Merges parts of the keys, of so many each, one after the other: after the sink from the first
+    on, or, if last_first, from the last on, with the sink in the first."""
     launch = sizes.launches["portable.merge_parts"]
     divisor = shared_divisor(buffers, ("partial_out", "out"))
     order = _order(launch.numbers, sizes.num_splits)
@@ -199,10 +199,11 @@ def merge_parts_call(
             tile(problem, MERGE_PARTS.rows, MERGE_PARTS.rows, divisor),
             buffers,
             order,
-            has_sink,
+            has_sink=not last_first,
             is_cached=True,
         ),
         PART_KEYS=part_keys,
+        LAST_FIRST=last_first,
     )
 
 

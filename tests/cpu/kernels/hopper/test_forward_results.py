@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from heedful.kernels.common import parts as common
 from heedful.kernels.hopper.forward import epilogue
 from heedful.kernels.hopper.sm90 import mma
 from support.hopper.hosted import Host
@@ -46,6 +47,7 @@ class Forward:
         split: int | None = None,
         fp8=False,
         in_parts=False,
+        held: np.ndarray | None = None,
     ):
         self.drawn: Any = np.random.default_rng(7)
         self.natural, self.split, self.pack, self.fp8 = natural, split, pack, fp8
@@ -60,7 +62,9 @@ class Forward:
             rest=None if self.rest is None else Memory(self.rest),
             batch=tensor(BATCH),
             dim_v=tensor(DIM),
+            max_scores=None,
             PART_TILES=64 if in_parts else None,
+            held=None if held is None else Memory(held),
         )
         group = 3 if pack > 1 else 1
         self.params: Any = SimpleNamespace(
@@ -73,7 +77,7 @@ class Forward:
                 unit=1.0 if natural else None,
                 sink=None if self.sink is None else Memory(self.sink),
             ),
-            tile=SimpleNamespace(V_TRANSPOSED=fp8),
+            tile=SimpleNamespace(V_TRANSPOSED=fp8, CONSUMERS=1),
             fp8=SimpleNamespace() if fp8 else None,
             dropout=SimpleNamespace(IS_ON=not fp8, inverse_keep=np.float32(KEEP)),
             split=parts,
@@ -82,6 +86,7 @@ class Forward:
         self.tile = SimpleNamespace(
             batch=tensor(ENTRY),
             head=tensor(KV_HEAD),
+            row=tensor(0),
             seq=SimpleNamespace(len_q=tensor(USED), stored_q=tensor(LENGTH)),
         )
         language = Arrays()
@@ -90,6 +95,7 @@ class Forward:
                 "gl": language,
                 "tl": language,
                 "write_rows": self._write,
+                "barrier": lambda: None,
                 "queries_at": lambda *_: None,
             }
         )
@@ -97,10 +103,10 @@ class Forward:
     def _write(self, outputs, out, at, place) -> None:
         self.written = out
 
-    def run(self, function, *arrays) -> None:
-        split = tensor(self.split or 0)
+    def run(self, function, *arrays, turn: Any = None) -> None:
+        split = tensor(self.split or 0) if turn is None else turn.part
         args = self.outputs, *arrays, self.tile, tensor(0), split, self.params, 0
-        self.host.turned(function)(*args, np.float32(V_FACTOR))
+        self.host.turned(function)(*args, np.float32(V_FACTOR), turn)
 
     def rows(self):
         """(row of the tile, token, head) of rows that exist."""
@@ -186,6 +192,44 @@ def test_the_log_sum_exp_of_a_part_is_what_a_merge_of_it_alone_gives(split, rest
     alone = Forward(sink=sink, split=split, in_parts=True)
     alone.run(epilogue.store_rows, (out,), top, total)
     assert np.array_equal(alone.lse, forward.lse)
+
+
+@pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_parts_in_turn_have_the_bits_of_parts_that_are_stored_and_merged_last_first(count, sink):
+    held = np.full(ROWS * (DIM + 3), UNTOUCHED, np.float32)
+    one = Forward(sink=sink, in_parts=True, held=held)
+    parts = [draw(one) for _ in range(count)]
+    host = Host({"gl": Arrays(), "tl": Arrays()})
+    merged: Any = None
+    weights, plus, ends = (
+        host.turned(f) for f in (common.part_weights, common.plus_part, common.all_parts)
+    )
+    for number, (out, top, total) in enumerate(parts):
+        part = count - 1 - number
+        turn = SimpleNamespace(part=tensor(part), number=tensor(number), is_last=part == 0)
+        if number:
+            # Where a row saw no key in this part, what its output holds does not matter.
+            out[9], total[9], top[9] = 5.0, 0.0, -np.inf
+        one.run(epilogue.store_rows, (out,), top, total, turn=turn)
+        assert (one.written is None) == (part > 0)
+        split = Forward(sink=sink, rest=True, split=part, in_parts=True)
+        split.run(epilogue.store_rows, (out,), top, total)
+        # Rows that are not in use have no partial output.
+        at = part * BATCH + ENTRY
+        assert split.rest is not None
+        own = [x[at, KV_HEAD, :USED].view(Tensor) for x in (split.lse, split.rest)]
+        values = split.partials[at, :USED, KV_HEAD].view(Tensor)
+        if merged is None:
+            nothing = np.zeros(USED, np.float32).view(Tensor)
+            merged = nothing - np.inf, nothing, nothing, np.zeros_like(values)
+        lse, rest, old, new = weights(*merged[:2], *own)
+        sums = np.asarray(Arrays().fma(merged[2], old, new)).view(Tensor)
+        merged = lse, rest, sums, plus(merged[3], old[:, None], values, new[:, None])
+    lse, rest, sums = ends(*merged[:3])
+    assert one.written is not None
+    assert np.array_equal(one.written[0][:USED], merged[3] * (np.float32(1.0) / sums)[:, None])
+    assert np.array_equal(one.lse[ENTRY, KV_HEAD, :USED], lse)
 
 
 @pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])

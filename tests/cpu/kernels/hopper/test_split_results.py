@@ -76,10 +76,12 @@ def hosted(language: Language) -> dict[str, Any]:
 def params_of(is_packed: bool, group: int, splits: int | None) -> Any:
     """Query heads of a KV head lie beside each other in a tile if `group` is above 1."""
     rows = tensor(TOTAL if is_packed else LENGTH)
-    split = SplitKV(None, None, None, None, None, None)
+    split = SplitKV(*(None,) * len(SplitKV._fields))
     if splits is not None:
         batch = None if is_packed else tensor(BATCH)
-        split = SplitKV(tensor(0, np.int64), None, tensor(splits), batch, tensor(DIM), None)
+        split = split._replace(
+            partials=tensor(0, np.int64), splits=tensor(splits), batch=batch, dim_v=tensor(DIM)
+        )
     cu_q = tensor(0) if is_packed else None
     return types.SimpleNamespace(
         seqs=Sequences(cu_q, None, None, None, None, rows, None, None),

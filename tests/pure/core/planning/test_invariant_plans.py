@@ -41,7 +41,7 @@ DECIDING = {
         | {"IS_ADJUSTED", "HEAD_DIM", "HEAD_DIM_V", "KV_GROUP"}
     ),
     "forward": {"BLOCK_N", "RESCALE", "PART_TILES", "HAS_SOFTCAP"},
-    "merge_parts": {"PART_KEYS"},
+    "merge_parts": {"PART_KEYS", "LAST_FIRST"},
 }
 
 
@@ -97,19 +97,26 @@ def deciding(problem, arrays, device, backend: str | None) -> dict[str, tuple]:
 
 
 def refused(problem, device, backend: str | None) -> bool:
-    """Whether the named kernel takes no call like this one, for its entry or its layout."""
+    """Whether a call is refused for the storage of its operands."""
     try:
         plan(problem, device, backend=backend)
     except ValueError:
         ragged = problem.page_size or problem.used_k or problem.leftpad_k
         layout = not problem.aligned or ragged and not problem.even_rows
         assert layout or problem.page_size % 16 or problem.page_size and problem.leftpad_k
-        return backend is not None
+        return True
     return False
 
 
 # Options that the Hopper forward takes, with head dims up to 256.
 OF_HOPPER = ("plain", "softcap", "sink", "float16")
+
+
+def taken_by(dims, option, device: str, backend: str | None) -> str:
+    """The kernel that takes such calls."""
+    return "forward" if backend == "hopper" else "attention_in_parts"
+
+
 ASKED = [
     *(
         (dims, option, device, None)
@@ -128,11 +135,11 @@ def test_all_that_decides_bits_is_one_for_each_head_dim(dims, option, device, ba
     rng, found = random.Random(f"{dims} {option} {device}"), {}
     for _ in range(60):
         problem, arrays, spec = drawn(rng, dims, OPTIONS[option], device)
-        if refused(problem, spec, backend):
+        if taken_by(dims, option, device, backend) == "forward" and refused(problem, spec, backend):
             continue
         for kernel, decides in deciding(problem, arrays, spec, backend).items():
             assert found.setdefault(kernel, decides) == decides, (problem.key(), spec.units)
-    kernel = "attention_in_parts" if backend is None else "forward"
+    kernel = taken_by(dims, option, device, backend)
     assert set(found) == {"plan", kernel, "merge_parts"}
     tiles = dict(found[kernel])
     assert tiles["PART_TILES"] * tiles["BLOCK_N"] == PART_KEYS
@@ -179,6 +186,22 @@ def test_the_hopper_forward_is_asked_by_name_alone_until_it_has_run():
                 by_name("H200"),
                 backend="hopper",
             )
+
+
+@pytest.mark.parametrize("batch, seqlen_q", [(1, 1), (200, 1), (1, 30000), (1, 300)])
+def test_parts_are_merged_in_one_order_by_a_kernel_or_by_the_programs(batch, seqlen_q):
+    """Few programs leave the merge to a kernel, which begins with the last part, as programs do."""
+    facts = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": 30000, "used_k": True}
+    problem = AttentionProblem.dense(**PLAIN | facts, invariant=True)
+    chosen = plan(problem, by_name("H200"), backend="hopper")
+    calls = {call.kernel.function: call for call in program(chosen, "forward").calls}
+    is_in_turn = batch * seqlen_q > 1000 or batch == 200
+    assert (chosen.num_splits, chosen.in_turn) == ((1, True) if is_in_turn else (4, False))
+    assert ("merge_parts" in calls) != is_in_turn
+    held = [space for space in chosen.sizes().workspaces if space.name == "held"]
+    assert len(held) == is_in_turn
+    if not is_in_turn:
+        assert dict(calls["merge_parts"].constants)["LAST_FIRST"]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from heedful.kernels.hopper.sm90.block_range import (
     consumer_n_block_range,
     n_block_count,
     program_n_block_range,
+    turn_of,
 )
 from heedful.kernels.hopper.sm90.mma import ROWS, no_output
 from heedful.kernels.hopper.sm90.pingpong import pingpong_arrive, skip, skip_all
@@ -39,6 +40,8 @@ def consumer(outputs, q, kv, scheduler, params: HopperParams, CONSUMER: gl.const
     IS_FP8: gl.constexpr = params.tile.V_TRANSPOSED
     CONVERTS: gl.constexpr = params.stages.STORED_STAGES > 0
     PREFETCHES: gl.constexpr = params.tile.PREFETCHES_TILE
+    IN_TURN: gl.constexpr = params.split.held is not None
+    number = gl.to_tensor(0)
     kv_state = kv.start()
     stage = gl.to_tensor(q_stage_of(params, CONSUMER))
     q_state = PipelineState(stage, gl.to_tensor(0), params.stages.Q_STAGES)
@@ -52,6 +55,11 @@ def consumer(outputs, q, kv, scheduler, params: HopperParams, CONSUMER: gl.const
     while index < scheduler.count:
         if not PREFETCHES:
             tile, split = current_work_tile(params, scheduler, index, scheduler_state)
+        if IN_TURN:
+            turn = turn_of(params, tile, number)
+            split = turn.part
+        else:
+            turn = None
         row = tile.row + CONSUMER * ROWS
         program_blocks = program_n_block_range(params, tile, split)
         blocks = consumer_n_block_range(params, tile, row, program_blocks)
@@ -86,7 +94,7 @@ def consumer(outputs, q, kv, scheduler, params: HopperParams, CONSUMER: gl.const
             row_layout: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
             m_M = gl.convert_layout(m_M, row_layout)
             l_M = gl.convert_layout(l_M, row_layout)
-            store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor)
+            store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor, turn)
             if PREFETCHES:
                 tile = next_tile
         else:
@@ -97,7 +105,7 @@ def consumer(outputs, q, kv, scheduler, params: HopperParams, CONSUMER: gl.const
                 q.consumer_release(q_state)
             if query_position(params, row) < tile.seq.stored_q:
                 zeros = no_output(kv.v, params)
-                store_empty(outputs, zeros, tile, row, split, params, place, v_factor)
+                store_empty(outputs, zeros, tile, row, split, params, place, v_factor, turn)
             if PREFETCHES:
                 scheduler_state = scheduler_state.next()
                 index, tile = next_work_tile(params, scheduler, index, scheduler_state)
@@ -108,5 +116,10 @@ def consumer(outputs, q, kv, scheduler, params: HopperParams, CONSUMER: gl.const
         q_full_state = q_full_state.ahead(params.tile.CONSUMERS)
         if not PREFETCHES:
             scheduler_state = scheduler_state.next()
-            index = scheduler.get_current_work(index, scheduler_state)
+            next_index = scheduler.get_current_work(index, scheduler_state)
+            if IN_TURN:
+                if scheduler.tile_counter is None:
+                    next_index = gl.where(turn.is_last, next_index, index)
+                number = gl.where(turn.is_last, 0, number + 1)
+            index = next_index
     tma.store_wait(0)

@@ -9,7 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from heedful.kernels.common.constants import LN2, LOG2E
 from heedful.kernels.common.log_sum import log_sum_exp, rounded_log_sum_exp
-from heedful.kernels.hopper.sm90.compat import aggregate, reinterpret, tma_store
+from heedful.kernels.common.parts import all_parts, part_weights, plus_part
+from heedful.kernels.hopper.sm90.compat import aggregate, barrier, reinterpret, tma_store
 from heedful.kernels.hopper.sm90.mma import ROWS, scale_output
 from heedful.kernels.hopper.sm90.pipeline import allocate_boxes, pair_of_boxes
 from heedful.kernels.hopper.sm90.promotion import allocate_sums
@@ -210,7 +211,7 @@ def with_sink(m_M, l_M, tile, row, split, params):
     if params.mods.sink is not None:
         head = head_of(params, tile, row, layout)
         sink = gl.load(params.mods.sink + head)
-        if params.split.partials is not None:
+        if params.split.partials is not None or params.split.held is not None:
             # The sink enters one split only.
             sink = gl.where(split == 0, sink, float("-inf"))
         top_M = gl.maximum(m_M, sink if IS_NATURAL else sink * LOG2E)
@@ -221,6 +222,54 @@ def with_sink(m_M, l_M, tile, row, split, params):
         l_M = l_M * factor_M + powers(sink_M, IS_NATURAL)
         m_M = top_M
     return m_M, l_M, factor_M
+
+
+@gluon.jit
+def with_held(params, out, lse_M, rest_M, within, turn):
+    """(output, log-sum-exp in two numbers) of one consumer's rows over this part of their keys and
+    those that the program took before. Unless this is the last, it holds them in memory of its
+    program: outputs, then their largest log-sum-exp in two numbers, then their sums of weights.
+    within: the first row's place in the work tile."""
+    layout: gl.constexpr = lse_M.type.layout
+    ALL: gl.constexpr = params.tile.CONSUMERS * ROWS
+    E: gl.constexpr = out[0].shape[1] + (out[1].shape[1] if len(out) > 1 else 0)
+    held = params.split.held + gl.program_id(0) * (ALL * (E + 3))
+    rows_M = within + gl.arange(0, ROWS, layout=layout)
+    at_M = held + ALL * E + rows_M
+    goes_M = (rows_M >= 0) & (turn.number > 0)
+    # One of the lanes that share a row has written its numbers.
+    barrier()
+    old_lse_M = gl.load(at_M, mask=goes_M, other=float("-inf"))
+    old_rest_M = gl.load(at_M + ALL, mask=goes_M, other=0.0)
+    total_M = gl.load(at_M + 2 * ALL, mask=goes_M, other=0.0)
+    top_M, top_rest_M, old_M, new_M = part_weights(old_lse_M, old_rest_M, lse_M, rest_M)
+    total_M = gl.fma(total_M, old_M, new_M)
+    merged = (plus_held(held, within, out[0], old_M, new_M, turn, E, 0),)
+    if len(out) > 1:
+        merged = merged + (plus_held(held, within, out[1], old_M, new_M, turn, E, out[0].shape[1]),)
+    if not turn.is_last:
+        barrier()
+        gl.store(at_M, top_M)
+        gl.store(at_M + ALL, top_rest_M)
+        gl.store(at_M + 2 * ALL, total_M)
+    lse_M, rest_M, total_M = all_parts(top_M, top_rest_M, total_M)
+    return scale_output(merged, 1.0 / total_M), lse_M, rest_M
+
+
+@gluon.jit
+def plus_held(held, within, x_ME, old_M, new_M, turn, E: gl.constexpr, FIRST: gl.constexpr):
+    """The columns of an output from FIRST on, weighted, with those held so far, which they replace
+    unless this is the last part."""
+    layout: gl.constexpr = x_ME.type.layout
+    rows_M = within + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    dims_E = FIRST + gl.arange(0, x_ME.shape[1], layout=gl.SliceLayout(0, layout))
+    at_ME = held + (rows_M * E)[:, None] + dims_E[None, :]
+    goes_ME = (rows_M >= 0)[:, None] & (dims_E >= 0)[None, :] & (turn.number > 0)
+    old_ME = gl.load(at_ME, mask=goes_ME, other=0.0)
+    x_ME = plus_part(old_ME, rows_of(old_M, x_ME), x_ME, rows_of(new_M, x_ME))
+    if not turn.is_last:
+        gl.store(at_ME, x_ME)
+    return x_ME
 
 
 @gluon.jit
@@ -260,12 +309,22 @@ def store_log_sums(outputs, m_M, l_M, seen_M, tile, row, split, params):
 
 
 @gluon.jit
-def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor):
+def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor, turn):
     """Normalises one consumer's rows, and stores them and their log-sum-exp. v_factor: descale of
-    values of 8 bits."""
+    values of 8 bits. turn: of parts that a program takes in turn, else None."""
     out, m_M, l_M, seen_M = normalised(acc, m_M, l_M, tile, row, split, params, v_factor)
     layout: gl.constexpr = l_M.type.layout
-    if params.split.partials is not None:
+    if params.split.held is not None:
+        lse_M, rest_M = rounded_log_sum_exp(m_M, l_M, params.mods.unit is None)
+        lse_M = gl.where(seen_M, lse_M, float("-inf"))
+        out, lse_M, rest_M = with_held(params, out, lse_M, rest_M, row - tile.row, turn)
+        if turn.is_last:
+            if params.seqs.used_q is not None:
+                out = keep_rows(out, is_row(params, row, tile.seq.len_q, layout))
+            write_rows(outputs, out, queries_at(params, tile, row), place)
+            if outputs.lse is not None:
+                store_lse(outputs.lse, lse_M, tile, row, split, params, float("-inf"))
+    elif params.split.partials is not None:
         store_partial(out[0], tile, row, split, params, 0)
         if len(out) > 1:
             store_partial(out[1], tile, row, split, params, out[0].shape[1])
@@ -275,11 +334,12 @@ def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor
             used_M = is_row(params, row, tile.seq.len_q, layout)
             out = keep_rows(out, used_M)
         write_rows(outputs, out, queries_at(params, tile, row), place)
-    store_log_sums(outputs, m_M, l_M, seen_M, tile, row, split, params)
+    if params.split.held is None:
+        store_log_sums(outputs, m_M, l_M, seen_M, tile, row, split, params)
 
 
 @gluon.jit
-def store_empty(outputs, acc, tile, row, split, params, place, v_factor):
+def store_empty(outputs, acc, tile, row, split, params, place, v_factor, turn):
     """Stores the results of rows that saw no key: `acc`, which is zero, and a log-sum-exp of -inf
     or of the sink."""
     row_layout: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
@@ -294,4 +354,4 @@ def store_empty(outputs, acc, tile, row, split, params, place, v_factor):
             store_lse(params.split.rest, zero_M, tile, row, split, params, 0.0)
     else:
         zero_M = gl.zeros([ROWS], gl.float32, row_layout)
-        store_rows(outputs, acc, none_M, zero_M, tile, row, split, params, place, v_factor)
+        store_rows(outputs, acc, none_M, zero_M, tile, row, split, params, place, v_factor, turn)

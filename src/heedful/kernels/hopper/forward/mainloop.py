@@ -138,6 +138,7 @@ def softmax_of_tile(s_MN, m_M, l_ML, peaks_ML, scale_log2, params, dtype: gl.con
             MASKS_ROWS,
             IS_NATURAL=IS_NATURAL,
             peaks_ML=peaks_ML,
+            BY_ROW=params.split.PART_TILES is not None,
         )
         return p_MN, m_M, l_ML + lane_sums(p_MN), alpha_M, must_rescale
     else:

@@ -11,6 +11,7 @@ from heedful.kernels.hopper.sm90.block_range import (
     n_block_at,
     n_block_count,
     program_n_block_range,
+    turn_of,
 )
 from heedful.kernels.hopper.sm90.mma import ROWS
 from heedful.kernels.hopper.sm90.pipeline import PipelineState
@@ -37,9 +38,14 @@ def producer(io: HopperIO, q, kv, scheduler, transpose: TransposeV, params: Hopp
     q_full_state = PipelineState.start(q.full.shape[0])
     kv_state = kv.start()
     scheduler_state = PipelineState.start(SCHEDULER_STAGES)
+    IN_TURN: gl.constexpr = params.split.held is not None
     index = gl.program_id(0)
+    number = gl.to_tensor(0)
     while index < scheduler.count:
         tile, split = work_tile_at(params, scheduler, index)
+        if IN_TURN:
+            turn = turn_of(params, tile, number)
+            split = turn.part
         commit_work_tile(params, scheduler, index, tile, split, scheduler_state)
         scheduler_state = scheduler_state.next()
         blocks = program_n_block_range(params, tile, split)
@@ -64,5 +70,11 @@ def producer(io: HopperIO, q, kv, scheduler, transpose: TransposeV, params: Hopp
             wait_for_v_t(transpose, params, tile, blocks, steps, col)
             load_v(io, kv, params, tile, col, kv_state)
             kv_state = kv_state.after_values()
-        index = scheduler.advance(index)
+        if IN_TURN:
+            number += 1
+            if turn.is_last:
+                number = number * 0
+                index = scheduler.advance(index)
+        else:
+            index = scheduler.advance(index)
     scheduler.producer_commit((scheduler.count,), scheduler_state)

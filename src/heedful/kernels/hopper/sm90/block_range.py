@@ -216,6 +216,30 @@ def part_of_blocks(blocks, part, PART_TILES: gl.constexpr):
     return NBlockRange(begin, blocks.full_begin, blocks.full_end, end)
 
 
+@aggregate
+class Turn:
+    """A part of the keys of a work tile, whose parts a program takes from the last to the first.
+    number: how many it took before. is_last: whether no other is to come."""
+
+    part: gl.tensor
+    number: gl.tensor
+    is_last: gl.tensor
+
+
+@gluon.jit
+def turn_of(params, tile, number):
+    """The part that comes after so many, of those that the program's rows see, and of the first if
+    there is a sink, which enters it."""
+    ROWS_OF_ALL: gl.constexpr = params.tile.CONSUMERS * ROWS // params.gqa.PACK_GQA
+    blocks = n_block_range(params, tile, query_position(params, tile.row), ROWS_OF_ALL)
+    first = blocks.begin // params.split.PART_TILES
+    if params.mods.sink is not None:
+        first = first * 0
+    last = gl.maximum(gl.cdiv(blocks.end, params.split.PART_TILES) - 1, first)
+    part = last - number
+    return Turn(part, number, part <= first)
+
+
 @gluon.jit
 def program_n_block_range(params, tile, split):
     """The key tiles that all consumers of a program visit together."""
@@ -232,6 +256,8 @@ def program_n_block_range(params, tile, split):
         first_end = gl.minimum(gl.cdiv(seen, params.tile.BLOCK_N), blocks.begin)
         visits += first_end
     skipped = gl.to_tensor(0)
+    if params.split.held is not None:
+        return part_of_blocks(blocks, split, params.split.PART_TILES)
     if params.split.splits is not None and params.split.PART_TILES is not None:
         return part_of_blocks(blocks, split, params.split.PART_TILES)
     if params.split.splits is not None:
@@ -262,7 +288,7 @@ def consumer_n_block_range(params, tile, row, program_blocks):
         blocks = n_block_range(
             params, tile, query_position(params, row), ROWS // params.gqa.PACK_GQA
         )
-        if params.split.splits is not None:
+        if params.split.splits is not None or params.split.held is not None:
             end = gl.maximum(gl.minimum(blocks.end, program_blocks.end), program_blocks.begin)
             begin = gl.minimum(gl.maximum(blocks.begin, program_blocks.begin), end)
             return NBlockRange(begin, blocks.full_begin, blocks.full_end, end)

@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 _aggregate = getattr(gluon, "aggregate", None) or tl_core._aggregate
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 

@@ -209,9 +209,11 @@ def softmax_threshold(
     IS_NATURAL: gl.constexpr = False,
     IS_SIGNED: gl.constexpr = False,
     peaks_ML=None,
+    BY_ROW: gl.constexpr = False,
 ):
     """One more tile against the old references, which move only where a score exceeds one by far.
-    The new reference then gives that score a p of 2^TOP.
+    The new reference then gives that score a p of 2^TOP. If one moves, all of its warp do, or, if
+    BY_ROW, those alone whose own scores exceed theirs by more than LIMIT.
 
     LIMIT: in the unit of references. p = 2^(s - m) may exceed 1, but by at most 2^LIMIT. Floats
     keep their relative precision, so nothing is lost. Each warp votes and branches for itself. The
@@ -233,6 +235,9 @@ def softmax_threshold(
         must_rescale = vote_above(peak_M - m_M, float_bits(LIMIT))
         if must_rescale != 0:
             new_m_M = gl.maximum(m_M, peak_M - TOP)
+            if BY_ROW:
+                # The factor of other rows is 1, which changes no bit.
+                new_m_M = gl.where(peak_M - m_M > LIMIT, new_m_M, m_M)
             # The factor is the difference of the rounded references, which the exponentials use.
             alpha_M = powers(m_M - shift_of(new_m_M, MAY_MASK_ROWS), IS_NATURAL)
             l_ML = scale_rows(l_ML, alpha_M)

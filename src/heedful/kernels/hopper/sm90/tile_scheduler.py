@@ -187,11 +187,18 @@ def work_tile_at(params, scheduler, index):
         return trim(params, decode(params, index - split * scheduler.tiles)), split
 
 
+@gluon.constexpr_function
+def have_one_size(varlen_tiles, seqs):
+    """Whether all sequences have the same queries and keys."""
+    lengths = (varlen_tiles, seqs.cu_k, seqs.used_q, seqs.used_k, seqs.leftpad_k)
+    return all(length is None for length in lengths)
+
+
 @gluon.jit
 def commit_work_tile(params, scheduler, index, tile, split, state):
-    """Commits the facts of work tile `index` that `current_work_tile` needs. Dense sequences all
-    have the same sizes, which are not committed."""
-    if params.order.varlen_tiles is None:
+    """Commits the facts of work tile `index` that `current_work_tile` needs, without sizes that all
+    sequences have."""
+    if have_one_size(params.order.varlen_tiles, params.seqs):
         scheduler.producer_commit((index, split, tile.batch, tile.head, tile.row), state)
     else:
         seq = tile.seq
@@ -212,7 +219,7 @@ def current_work_tile(params, scheduler, index, state):
         token_q, len_q, len_k = gl.to_tensor(0), params.seqs.seqlen_q, params.seqs.seqlen_k
         off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
         stored_q = len_q
-        if params.order.varlen_tiles is not None:
+        if not have_one_size(params.order.varlen_tiles, params.seqs):
             token_q, len_q, len_k, off, stored_q = scheduler.words(5, 10, state)
         scheduler.consumer_release(state)
         # Consumers do not need to know where keys lie, and have no registers for it.

@@ -19,14 +19,12 @@ import triton.language as tl
 
 from heedful.kernels.args.portable import MergePartsIO
 from heedful.kernels.args.shared import ForwardIO, PortableParams
-from heedful.kernels.common.constants import LN2
 from heedful.kernels.common.gaps import clear_gaps
 from heedful.kernels.common.keys import keys_at_place, load_keys
 from heedful.kernels.common.log_sum import log_sum_exp
+from heedful.kernels.common.parts import all_parts, part_weights, plus_part
 from heedful.kernels.common.rows import load_rows, row_base, wide
 from heedful.kernels.common.scores import (
-    exponential,
-    finite_or_zero,
     head_mods,
     modified_scores,
     plus_product,
@@ -66,20 +64,12 @@ def none_merged(place, params):
 @triton.jit
 def with_part(merged, lse_M, rest_M, part_ME):
     """`merged` and one more part; one that saw no key has weight 0, whatever its output holds."""
-    top_M = tl.maximum(merged.lse, lse_M)
-    base_M = finite_or_zero(top_M)
-    # If log-sum-exps round to the same number, the rests say which is larger.
-    old_M = (merged.lse - base_M) + merged.rest
-    new_M = (lse_M - base_M) + rest_M
-    top_rest_M = finite_or_zero(tl.maximum(old_M, new_M))
-    old_M = exponential(old_M - top_rest_M, True)
-    new_M = exponential(new_M - top_rest_M, True)
-    part_ME = tl.where((new_M == 0.0)[:, None], 0.0, part_ME)
+    top_M, top_rest_M, old_M, new_M = part_weights(merged.lse, merged.rest, lse_M, rest_M)
     return Merged(
         top_M,
         top_rest_M,
         tl.fma(merged.total, old_M, new_M),
-        tl.fma(part_ME, new_M[:, None], merged.out * old_M[:, None]),
+        plus_part(merged.out, old_M[:, None], part_ME, new_M[:, None]),
     )
 
 
@@ -87,12 +77,8 @@ def with_part(merged, lse_M, rest_M, part_ME):
 def store_merged(merged, factor, row0, place, io, params):
     """Stores out and lse of all parts. factor: of outputs."""
     rows_M = row0 + tl.arange(0, params.tile.BLOCK_M)
-    total_M = merged.total
-    out_ME = merged.out * (factor / tl.where(total_M == 0.0, 1.0, total_M))[:, None]
-    rest_M = tl.fma(tl.log2(total_M), LN2, merged.rest)
-    lse_M = merged.lse + rest_M
-    rest_M = (merged.lse - lse_M) + rest_M
-    rest_M = tl.where(tl.abs(lse_M) < float("inf"), rest_M, 0.0)
+    lse_M, rest_M, total_M = all_parts(merged.lse, merged.rest, merged.total)
+    out_ME = merged.out * (factor / total_M)[:, None]
     store_finished(out_ME, lse_M, rest_M, 0, rows_M, row0, place, io, params)
 
 
@@ -213,9 +199,12 @@ def attention_in_parts(
 
 
 @triton.jit
-def merge_parts(io: MergePartsIO, params: PortableParams, PART_KEYS: tl.constexpr):
+def merge_parts(
+    io: MergePartsIO, params: PortableParams, PART_KEYS: tl.constexpr, LAST_FIRST: tl.constexpr
+):
     """Stores out (.., M, H, E) and lse (B, H, M) of the parts that `attention_in_parts`, or the
-    Hopper forward, stored."""
+    Hopper forward, stored. LAST_FIRST: parts are merged from the last to the first, in the order in
+    which the Hopper forward visits keys."""
     M: tl.constexpr = params.tile.BLOCK_M
     E: tl.constexpr = params.tile.HEAD_DIM_V
     heads = params.shape.batch * params.shape.heads_q
@@ -230,7 +219,11 @@ def merge_parts(io: MergePartsIO, params: PortableParams, PART_KEYS: tl.constexp
     rows_M = row0 + tl.arange(0, M)
     exists_M = rows_M < place.seq.stored_q
     merged = none_merged(place, params)
-    for part in range(0, tl.minimum(tl.cdiv(place.seq.len_k, PART_KEYS), params.order.splits)):
+    parts = tl.minimum(tl.cdiv(place.seq.len_k, PART_KEYS), params.order.splits)
+    for merged_before in range(0, parts):
+        part = merged_before
+        if LAST_FIRST:
+            part = parts - 1 - merged_before
         out = io.partial_out.ptr + (
             part * io.partial_out.stride_s
             + place.b * io.partial_out.stride_b

@@ -47,7 +47,7 @@ def hosted(numbers: list[int], keys: int, side: int, block_n: int, plain: bool, 
     )
     params = SimpleNamespace(
         mask=SimpleNamespace(blocks=lists, RANGES=0, first=None, HAS_RIGHT=False),
-        split=SimpleNamespace(splits=splits and Int(splits), PART_TILES=None),
+        split=SimpleNamespace(splits=splits and Int(splits), PART_TILES=None, held=None),
         gqa=SimpleNamespace(PACK_GQA=1),
         tile=SimpleNamespace(BLOCK_N=block_n, CONSUMERS=side // 64, VISITS_SECOND=False),
     )

@@ -36,7 +36,7 @@ def visits(entries: list[list[int]], ranges: int, block_n: int, splits: int | No
             RANGES=ranges, first=None, HAS_RIGHT=False, blocks=SimpleNamespace(SIDE=None)
         ),
         order=SimpleNamespace(hulls=hulls),
-        split=SimpleNamespace(splits=splits and Int(splits), PART_TILES=None),
+        split=SimpleNamespace(splits=splits and Int(splits), PART_TILES=None, held=None),
         gqa=SimpleNamespace(PACK_GQA=1),
         tile=SimpleNamespace(BLOCK_N=block_n, CONSUMERS=len(entries), VISITS_SECOND=False),
     )
