@@ -60,6 +60,7 @@ class Forward:
         parts = SimpleNamespace(
             partials=None if split is None else Memory(self.partials),
             rest=None if self.rest is None else Memory(self.rest),
+            max_scores=None,
             batch=tensor(BATCH),
             dim_v=tensor(DIM),
             max_scores=None,

@@ -76,7 +76,7 @@ def lists_of(entries: torch.Tensor, side: int, is_plain: bool) -> Lists:
     b, h, m = map(Scalar, entries.stride()[:3])
     lists, bits = Pointer("lists", "int32"), Pointer("bits", "int32")
     width, pool, tiles = map(Scalar, (WIDTH, POOL, TILES))
-    return Lists(BlockLists(lists, bits, b, h, m, width, pool, tiles, side, is_plain))
+    return Lists(BlockLists(lists, bits, b, h, m, width, pool, tiles, side, is_plain, False))
 
 
 def drawn_lists() -> torch.Tensor:

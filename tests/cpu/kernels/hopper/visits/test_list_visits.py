@@ -31,9 +31,9 @@ def stored(whole: list[int], part: list[int]) -> list[int]:
     return [len(whole), len(part), *pairs, *(99 for _ in range(2 * WIDTH - len(pairs)))]
 
 
-def hosted(numbers: list[int], keys: int, side: int, block_n: int, plain: bool, splits=None):
+def hosted(numbers: list[int], keys: int, side: int, block_n: int, kind: str, splits=None):
     """(the functions, params, a work tile of `side` rows but 10) for the list of the second tile of
-    rows."""
+    rows. kind: "plain" and "exact" as of `BlockLists`, or ""."""
     lists = SimpleNamespace(
         ptr=Pointer([7] * (2 + 2 * WIDTH) + numbers),
         stride_b=Int(1000),
@@ -43,7 +43,8 @@ def hosted(numbers: list[int], keys: int, side: int, block_n: int, plain: bool, 
         pool=Int(POOL),
         tiles=None,
         SIDE=side,
-        IS_PLAIN=plain,
+        IS_PLAIN=kind == "plain",
+        IS_EXACT=kind == "exact",
     )
     params = SimpleNamespace(
         mask=SimpleNamespace(blocks=lists, RANGES=0, first=None, HAS_RIGHT=False),
@@ -90,8 +91,9 @@ def test_tiles_in_part_come_first_and_whole_ones_need_no_mask(side, block_n, rag
     keys = tiles * side - 5 * ragged
     for seed in range(60):
         whole, part = drawn_list(random.Random(seed), tiles)
-        for plain in (True, False):
-            given = hosted(stored(whole, part), keys, side, block_n, plain, splits)
+        # Exact lists have no tile past the last key among those seen whole.
+        for kind in ("plain", "") if ragged else ("plain", "", "exact"):
+            given = hosted(stored(whole, part), keys, side, block_n, kind, splits)
             found = [visits(*given, split) for split in range(splits or 1)]
             for consumer in range(side // 64):
                 steps = [step for of_split in found for step in of_split[consumer]]
@@ -106,7 +108,8 @@ def test_tiles_in_part_come_first_and_whole_ones_need_no_mask(side, block_n, rag
                 are_part = [is_part for _, is_part in cols]
                 assert are_part == sorted(are_part, reverse=True)
                 masked = [is_masked for *_, is_masked in steps]
-                assert masked == (are_part if plain and not ragged else [True] * len(steps))
+                is_known = kind == "exact" or (kind == "plain" and not ragged)
+                assert masked == (are_part if is_known else [True] * len(steps))
 
 
 @pytest.mark.parametrize("side, block_n", SHAPES)
@@ -116,7 +119,7 @@ def test_numbers_that_are_no_list_lead_nowhere_beyond_the_keys(side, block_n):
     keys = 3 * side
     for _ in range(200):
         numbers = [rng.choice((-(2**31), 2**31 - 1, -1, 2, 3, 500)) for _ in range(2 + 2 * WIDTH)]
-        for steps in visits(*hosted(numbers, keys, side, block_n, True)):
+        for steps in visits(*hosted(numbers, keys, side, block_n, "plain")):
             assert len(steps) <= WIDTH * side // block_n
             for col, bits, is_masked in steps:
                 assert 0 <= col < keys + side * is_masked and bits < POOL
@@ -124,7 +127,7 @@ def test_numbers_that_are_no_list_lead_nowhere_beyond_the_keys(side, block_n):
 
 def test_rows_and_keys_that_do_not_exist_have_no_visits():
     numbers = stored([0, 1], [2])
-    call, params, tile = hosted(numbers, 512, 128, 128, True)
+    call, params, tile = hosted(numbers, 512, 128, 128, "plain")
     tile.seq.len_q = Int(128 + 64)
     assert [len(steps) for steps in visits(call, params, tile)] == [3, 0]
-    assert visits(*hosted(numbers, 0, 128, 128, True)) == [[], []]
+    assert visits(*hosted(numbers, 0, 128, 128, "plain")) == [[], []]
