@@ -63,7 +63,6 @@ class Forward:
             max_scores=None,
             batch=tensor(BATCH),
             dim_v=tensor(DIM),
-            max_scores=None,
             PART_TILES=64 if in_parts else None,
             held=None if held is None else Memory(held),
         )
