@@ -1,0 +1,13 @@
+"""A model that calls attention is packaged for AOTInductor, loaded and run."""
+
+import shutil
+
+import pytest
+
+from support.runs.packaged import assert_as_it_was
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor wants a C++ compiler")
+def test_a_packaged_model_computes_what_the_model_did():
+    assert_as_it_was("cpu")
