@@ -10,6 +10,7 @@ jax = pytest.importorskip("jax")
 from jax import numpy as jnp  # noqa: E402
 
 import heedful.jax as typed  # noqa: E402
+from heedful.jax.traced import registration  # noqa: E402
 
 # What is passed here is more than the signatures say.
 hj: Any = typed
@@ -202,6 +203,15 @@ def test_an_error_that_they_look_for_is_found_and_named(flag, value):
             hj.flash_attn_func(q, k, v)
     finally:
         jax.config.update(flag, False)
+
+
+def test_one_wrong_result_of_several_is_found():
+    fine, wrong = jnp.zeros(3), jnp.array([0.0, jnp.nan])
+    primitive = jax.extend.core.Primitive("ours")
+    for results in ((fine, wrong), (wrong, fine), (jnp.arange(2), wrong)):
+        with pytest.raises(FloatingPointError, match="nan.* in ours"):
+            registration._check(primitive, results, "nan", np.isnan)
+    registration._check(primitive, (fine, jnp.arange(2)), "nan", np.isnan)
 
 
 @pytest.mark.parametrize("name", ["k", "v", "rotary_cos", "rotary_sin"])

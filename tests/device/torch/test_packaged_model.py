@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from support.runs.packaged import assert_as_it_was
+from support.packaged import assert_as_it_was
 
 
 @pytest.mark.gpu

@@ -87,6 +87,7 @@ def test_stored_values_and_scales_are_those_of_plain_torch(
     interpret(portable_cache.append_kv(specs, page_size), given)
     for name in want:
         assert torch.equal(bits(given[name]), bits(want[name])), name
+    assert given["seqused"].tolist() == [count + NEW for count in start.tolist()]
     # All of it would be equal, too, if nothing were written.
     assert not torch.equal(bits(given["v"]), bits(caches(*how)["v"]))
     if group:
@@ -118,6 +119,7 @@ def test_stored_rows_of_latent_vectors_are_those_of_pack_latent(page_size, dtype
     specs = {name: array_spec(tensor) for name, tensor in given.items()}
     interpret(portable_cache.append_kv(specs, page_size), given)
     assert torch.equal(given["k"], want)
+    assert given["seqused"].tolist() == [3 + NEW, 0, 11 + NEW]
 
 
 @interpreted

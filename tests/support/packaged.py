@@ -44,7 +44,7 @@ def main(device: str) -> None:
 def assert_as_it_was(device: str) -> None:
     """Fails where the package does not compute what the model did, or its process dies."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "support.runs.packaged", device]
+    command = [sys.executable, "-m", "support.packaged", device]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
