@@ -5,7 +5,7 @@ All pure: numbers in, numbers out. Lengths may be symbols (core/base/symbols.py)
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -456,7 +456,7 @@ def _backward(plan: "Plan", problem: AttentionProblem, stored_k: int) -> Sizes:
             {"tiles": tiles_n, "l2_heads": larger(1, l2_heads // problem.group)},
         ),
     }
-    workspaces = [delta, *references(problem)]
+    workspaces = [delta, replace(delta, name="near"), *references(problem)]
     if problem.key_ranges:
         entries = problem.heads_q * seen_entries(problem, queries.block_m)
         workspaces.append(Workspace.of("seen_keys", entries, 8, dtype="int32"))

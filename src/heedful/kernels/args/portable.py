@@ -30,9 +30,18 @@ class SeenKeys(NamedTuple):
     ROWS: Const
 
 
+class RowReferences(NamedTuple):
+    """Numbers of rows, in the layout of lse. reference: what to subtract from a row's scores, in
+    their units. factor: exponentials times it are probabilities. near: the reference of a row whose
+    factor is 1, NaN for rows far from 0."""
+
+    near: Ptr
+    reference: Ptr
+    factor: Ptr
+
+
 class QueryGradientsIO(NamedTuple):
-    """delta, reference and factor have the layout of lse. reference: the number to subtract from a
-    row's scores, in their units. factor: exponentials times it are probabilities."""
+    """delta has the layout of lse."""
 
     q: In[Rows]
     k: In[Rows]
@@ -42,14 +51,13 @@ class QueryGradientsIO(NamedTuple):
     lse: In[RowVector]
     dlse: In[RowArray]
     delta: Out[Ptr]
-    reference: Out[Ptr]
-    factor: Out[Ptr]
+    rows: Out[RowReferences]
     seen: Out[SeenKeys]
     dq: Out[Rows]
 
 
 class KeyGradientsIO(NamedTuple):
-    """delta, reference and factor have the layout of lse, and are those of `QueryGradientsIO`."""
+    """delta and rows are those of `QueryGradientsIO`."""
 
     q: In[Rows]
     k: In[Rows]
@@ -57,8 +65,7 @@ class KeyGradientsIO(NamedTuple):
     dout: In[Rows]
     lse: In[RowVector]
     delta: In[Ptr]
-    reference: In[Ptr]
-    factor: In[Ptr]
+    rows: In[RowReferences]
     seen: In[SeenKeys]
     dk: Out[Rows]
     dv: Out[Rows]

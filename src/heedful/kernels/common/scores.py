@@ -191,7 +191,8 @@ def adjust_scores(s, distance, b_tile, head, mods: ScoreMods):
         slope_of_cap = 1.0 - s * s
         factor = mods.softcap
     if mods.alibi is not None:
-        s = tl.fma(tl.abs(distance).to(tl.float32), -head.slope, s * factor)
+        # The product is a number of each distance, of which a tile has few: ptxas shares it.
+        s = tl.fma(s, factor, tl.abs(distance).to(tl.float32) * -head.slope)
         if mods.bias.ptr is not None or mods.relative.ptr is not None:
             s += b_tile
     elif mods.bias.ptr is not None or mods.relative.ptr is not None:
@@ -353,15 +354,22 @@ def probabilities(
     (`lse_to_subtract`)."""
     IS_EXACT: tl.constexpr = q_MD.dtype == tl.float32
     PRECISION: tl.constexpr = params.tile.PRECISION
-    rows_M = row0 + tl.arange(0, params.tile.BLOCK_M)
-    cols_N = col0 + tl.arange(0, params.tile.BLOCK_N)
+    in_rows_M = tl.arange(0, params.tile.BLOCK_M)
+    in_cols_N = tl.arange(0, params.tile.BLOCK_N)
+    rows_M, cols_N = row0 + in_rows_M, col0 + in_cols_N
     if TRANSPOSED:
         s = product_of_rows(k_ND, q_MD, PRECISION, IS_EXACT)
         rows, cols, lse = rows_M[None, :], cols_N[:, None], lse_M[None, :]
     else:
         s = product_of_rows(q_MD, k_ND, PRECISION, IS_EXACT)
         rows, cols, lse = rows_M[:, None], cols_N[None, :], lse_M[:, None]
+    # ptxas: terms in another order take fewer registers, but more where a slope multiplies them.
     distance = cols - (rows + place.seq.off)
+    if params.mods.alibi is None:
+        if TRANSPOSED:
+            distance = in_cols_N[:, None] - in_rows_M[None, :] + (col0 - row0 - place.seq.off)
+        else:
+            distance = in_cols_N[None, :] - in_rows_M[:, None] + (col0 - row0 - place.seq.off)
     slope_of_cap = 1.0
     if params.mods.IS_ADJUSTED:
         b_tile = bias_tile(row0, col0, distance, place, head, params, TRANSPOSED)

@@ -20,7 +20,7 @@ from heedful.kernels.common.scores import (
     product_of_rows,
     softmax_step,
 )
-from heedful.kernels.common.tile_range import key_tile, key_tiles
+from heedful.kernels.common.tile_range import any_tile, key_tile, key_tiles
 
 # From these magnitudes on, a log-sum-exp is far from 0. One of 2^10 is known to 2^-14, which 16-bit
 # rows do not notice; one of 2^6 is known to 2^-19.
@@ -58,10 +58,7 @@ def statistics_of_keys(q_MD, keys, k: Rows, row0, place, head, params, IS_ADJUST
     # after it.
     first = tiles.first_end - tiles.first_begin
     for visit in tl.range(0, first + (tiles.end - tiles.begin), num_stages=1):
-        block = visit + tiles.first_begin
-        if visit >= first:
-            block = visit - first + tiles.begin
-        col0, mods = key_tile(block, row0, place, head, params, True)
+        col0, mods = key_tile(any_tile(visit, tiles), row0, place, head, params, True)
         if params.cache is None:
             k_ND = load_rows(keys, k.stride_n, col0, place.seq.len_k, D, N, BLOCK_D, True)
         else:

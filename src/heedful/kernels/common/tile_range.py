@@ -119,6 +119,16 @@ def masked_count(tiles):
 
 
 @triton.jit
+def any_tile(visit, tiles):
+    """The key tile of a visit, where full ones and masked ones are counted together."""
+    first = tiles.first_end - tiles.first_begin
+    tile = visit + tiles.first_begin
+    if visit >= first:
+        tile = visit - first + tiles.begin
+    return tile
+
+
+@triton.jit
 def visited_tile(visit, tiles, mask: Mask, IS_MASKED: tl.constexpr):
     """The key tile of a visit. Visits are counted apart for tiles that need a mask (IS_MASKED) and
     for those that need none."""

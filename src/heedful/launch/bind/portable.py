@@ -412,7 +412,13 @@ def _gradients_call(
         function,
         launch.grid,
         config,
-        io=groups.arrays(io, buffers, divisor, seen=_seen_keys(problem, plan, sizes, buffers)),
+        io=groups.arrays(
+            io,
+            buffers,
+            divisor,
+            rows=groups.arrays(args.RowReferences, buffers),
+            seen=_seen_keys(problem, plan, sizes, buffers),
+        ),
         params=parameters,
         **more,
     )

@@ -115,43 +115,57 @@ def key_gradients(io: KeyGradientsIO, params: PortableParams, IS_GQA: tl.constex
 
     dk_ND = tl.zeros([N, BLOCK_D], tl.float32)
     dv_NE = tl.zeros([N, BLOCK_E], tl.float32)
-    for masked in tl.static_range(2):
+    # Factors of far rows cost instructions and registers in each step, and few programs see such
+    # rows. So these make the sums of the first two loops, of full tiles and of masked ones, NaN.
+    # The third computes all again, with factors.
+    for loop in tl.static_range(3):
         count = tiles.full_end - tiles.full_begin
-        if masked == 1:
-            count = tiles.full_begin - tiles.begin + (tiles.end - tiles.full_end)
-        for visit in range(0, count * group):
+        if loop > 0:
+            count = tiles.end - tiles.begin - count
+        if loop == 2:
+            total = tl.sum(tl.sum(dk_ND, 1), 0)
+            is_far = total != total
+            dk_ND = tl.where(is_far, 0.0, dk_ND)
+            dv_NE = tl.where(is_far, 0.0, dv_NE)
+            count = tl.where(is_far, tiles.end - tiles.begin, 0)
+        # ptxas: a pipeline in the third loop would cost the others registers.
+        for visit in tl.range(
+            0, count * group, num_stages=1 if loop == 2 else None, disable_licm=loop == 2
+        ):
             # One loop over heads and tiles, so that loads stay in flight from one head to the next.
             h = g
             index = visit
             if IS_GQA:
                 h = g * group + visit // count
                 index = visit % count
-            block = visited_rows(index, tiles, masked == 1)
+            if loop == 2:
+                block = tiles.begin + index
+            else:
+                block = visited_rows(index, tiles, loop == 1)
             row0, bits = query_tile(block, col0, h, place, params)
             rows_M = row0 + tl.arange(0, M)
             q_h = q + h * io.q.stride_h
-            q_MD = load_rows(q_h, io.q.stride_n, row0, len_q, D, M, BLOCK_D, masked == 1)
+            q_MD = load_rows(q_h, io.q.stride_n, row0, len_q, D, M, BLOCK_D, loop > 0)
             places_M = rows_lse + h * io.lse.stride_h + rows_M
             exists_M = rows_M < len_q
-            if masked == 1:
-                lse_M = tl.load(io.reference + places_M, mask=exists_M, other=float("inf"))
+            if loop == 0:
+                lse_M = tl.load(io.rows.near + places_M)
+            elif loop == 1:
+                lse_M = tl.load(io.rows.near + places_M, mask=exists_M, other=float("inf"))
             else:
-                lse_M = tl.load(io.reference + places_M)
+                lse_M = tl.load(io.rows.reference + places_M, mask=exists_M, other=float("inf"))
             head = with_bits(head_mods(params.mods.scale, b, h, params), bits)
             # S^T = K Q^T
             p_NM, slope_of_cap = probabilities(
-                q_MD, k_ND, lse_M, row0, col0, place, head, params, masked == 1, True
+                q_MD, k_ND, lse_M, row0, col0, place, head, params, loop > 0, True
             )
             do_h = dout + h * io.dout.stride_h
-            do_ME = load_rows(do_h, io.dout.stride_n, row0, len_q, E, M, BLOCK_E, masked == 1)
+            do_ME = load_rows(do_h, io.dout.stride_n, row0, len_q, E, M, BLOCK_E, loop > 0)
             # dP^T = V dO^T
             dp_NM = product_of_rows(v_NE, do_ME, PRECISION, IS_EXACT)
             # ptxas: the factor is loaded here, where registers are free.
-            if masked == 1:
-                factor_M = tl.load(io.factor + places_M, mask=exists_M, other=1.0)
-            else:
-                factor_M = tl.load(io.factor + places_M)
-            p_NM = p_NM * factor_M[None, :]
+            if loop == 2:
+                p_NM *= tl.load(io.rows.factor + places_M, mask=exists_M, other=1.0)[None, :]
             kept_NM = p_NM
             if params.dropout.IS_ON:
                 keep_NM = tl.trans(keep_tile(words, b, h, row0, col0, params.dropout, M, N))
@@ -159,7 +173,7 @@ def key_gradients(io: KeyGradientsIO, params: PortableParams, IS_GQA: tl.constex
                 dp_NM = tl.where(keep_NM, dp_NM * params.dropout.inverse_keep, 0.0)
             # dV += P^T dO
             dv_NE = plus_product(dv_NE, kept_NM.to(DTYPE), do_ME, PRECISION, IS_EXACT)
-            if masked == 1:
+            if loop > 0:
                 delta_M = tl.load(io.delta + places_M, mask=exists_M, other=0.0)
             else:
                 delta_M = tl.load(io.delta + places_M)

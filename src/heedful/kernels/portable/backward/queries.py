@@ -22,8 +22,20 @@ from heedful.kernels.common.scores import (
     product_of_rows,
 )
 from heedful.kernels.common.sequences import place_of_queries
-from heedful.kernels.common.statistics import any_far, row_deltas, row_statistics, with_statistics
-from heedful.kernels.common.tile_range import key_tile, key_tiles, masked_count, visited_tile
+from heedful.kernels.common.statistics import (
+    any_far,
+    is_far,
+    row_deltas,
+    row_statistics,
+    with_statistics,
+)
+from heedful.kernels.common.tile_range import (
+    any_tile,
+    key_tile,
+    key_tiles,
+    masked_count,
+    visited_tile,
+)
 from heedful.kernels.portable.backward.seen import store_seen_keys
 from heedful.kernels.portable.shared.dropout import dropout_words, keep_tile
 from heedful.kernels.portable.shared.order import head_of
@@ -31,8 +43,8 @@ from heedful.kernels.portable.shared.order import head_of
 
 @triton.jit
 def query_gradients(io: QueryGradientsIO, params: PortableParams):
-    """Stores dq (B, M, H, D), whose rows past the used length become zero. Also stores delta,
-    reference and factor (B, H, M) of the rows within it, in the layout of lse. mods: with the sink,
+    """Stores dq (B, M, H, D), whose rows past the used length become zero. Also stores delta and
+    `rows` (B, H, M) of the rows within it, in the layout of lse. mods: with the sink,
     which is one of a row's scores."""
     HAS_BIAS: tl.constexpr = params.mods.bias.ptr is not None
     DTYPE: tl.constexpr = io.q.ptr.dtype.element_ty
@@ -45,6 +57,9 @@ def query_gradients(io: QueryGradientsIO, params: PortableParams):
     N: tl.constexpr = params.tile.BLOCK_N
     BLOCK_D: tl.constexpr = params.tile.BLOCK_D
     BLOCK_E: tl.constexpr = params.tile.BLOCK_E
+    # Whether any row is far from 0 is asked before the first step, which then waits for the answer.
+    # Beside a bias, steps wait for loads anyway and leave registers: so it is asked after the last.
+    IS_LATE: tl.constexpr = HAS_BIAS and D <= 64
     heads = params.shape.batch * params.shape.heads_q
     block, bh = head_of(tl.program_id(0), params.order, heads, params.mask.HAS_RIGHT)
     place = place_of_queries(bh, params.seqs, params.shape, params.mask, HAS_BIAS)
@@ -71,27 +86,49 @@ def query_gradients(io: QueryGradientsIO, params: PortableParams):
     tl.store(io.delta + places_M, delta_M, mask=exists_M)
     head = head_mods(params.mods.scale, b, h, params)
     words = dropout_words(params.dropout)
-    lse_M = lse_to_subtract(io.lse, places_M, exists_M, IS_ADJUSTED)
+    reference_M = lse_to_subtract(io.lse, places_M, exists_M, IS_ADJUSTED)
+    near_M = tl.where(is_far(reference_M, IS_EXACT), float("nan"), reference_M)
+    tl.store(io.rows.near + places_M, near_M, mask=exists_M)
     factor_M = tl.full([M], 1.0, tl.float32)
-    if any_far(lse_M, IS_EXACT) != 0:
-        m_M, l_M = row_statistics(io.q, io.k, row0, place, head, params, IS_ADJUSTED)
-        lse_M, factor_M = with_statistics(lse_M, m_M, l_M, IS_EXACT)
-    tl.store(io.reference + places_M, lse_M, mask=exists_M)
-    tl.store(io.factor + places_M, factor_M, mask=exists_M)
+    if not IS_LATE:  # noqa: SIM102  (known when compiling, and `and` is not)
+        if any_far(reference_M, IS_EXACT) != 0:
+            m_M, l_M = row_statistics(io.q, io.k, row0, place, head, params, IS_ADJUSTED)
+            reference_M, factor_M = with_statistics(reference_M, m_M, l_M, IS_EXACT)
+    tl.store(io.rows.reference + places_M, reference_M, mask=exists_M)
+    tl.store(io.rows.factor + places_M, factor_M, mask=exists_M)
+    if IS_LATE:
+        reference_M = near_M
     delta_M *= factor_M
 
     dq_MD = tl.zeros([M, BLOCK_D], tl.float32)
-    for masked in tl.static_range(2):
-        count = masked_count(tiles) if masked == 1 else tiles.full_end - tiles.full_begin
-        for visit in range(0, count):
-            block = visited_tile(visit, tiles, params.mask, masked == 1)
-            col0, mods = key_tile(block, row0, place, head, params, masked == 1)
-            k_ND = load_rows(k, io.k.stride_n, col0, len_k, D, N, BLOCK_D, masked == 1)
+    # Of full tiles, of masked ones and, if it is late, of all again in programs with far rows.
+    for loop in tl.static_range(3 if IS_LATE else 2):
+        count = masked_count(tiles) if loop == 1 else tiles.full_end - tiles.full_begin
+        if loop == 2:
+            count = 0
+            if tl.max((reference_M != reference_M).to(tl.int32), 0) != 0:
+                # ptxas: numbers of rows are loaded again, so that loops do not keep them.
+                reference_M = lse_to_subtract(io.lse, places_M, exists_M, IS_ADJUSTED)
+                m_M, l_M = row_statistics(io.q, io.k, row0, place, head, params, IS_ADJUSTED)
+                reference_M, factor_M = with_statistics(reference_M, m_M, l_M, IS_EXACT)
+                tl.store(io.rows.reference + places_M, reference_M, mask=exists_M)
+                tl.store(io.rows.factor + places_M, factor_M, mask=exists_M)
+                delta_M *= factor_M
+                dq_MD = tl.zeros([M, BLOCK_D], tl.float32)
+                count = tiles.first_end - tiles.first_begin + (tiles.end - tiles.begin)
+        # ptxas: a pipeline in the third loop would cost the others registers.
+        for visit in tl.range(0, count, num_stages=1 if loop == 2 else None):
+            if loop == 2:
+                block = any_tile(visit, tiles)
+            else:
+                block = visited_tile(visit, tiles, params.mask, loop == 1)
+            col0, mods = key_tile(block, row0, place, head, params, loop > 0)
+            k_ND = load_rows(k, io.k.stride_n, col0, len_k, D, N, BLOCK_D, loop > 0)
             # S = Q K^T
             p_MN, slope_of_cap = probabilities(
-                q_MD, k_ND, lse_M, row0, col0, place, mods, params, masked == 1, False
+                q_MD, k_ND, reference_M, row0, col0, place, mods, params, loop > 0, False
             )
-            v_NE = load_rows(v, io.v.stride_n, col0, len_k, E, N, BLOCK_E, masked == 1)
+            v_NE = load_rows(v, io.v.stride_n, col0, len_k, E, N, BLOCK_E, loop > 0)
             # dP = dO V^T
             dp_MN = product_of_rows(do_ME, v_NE, PRECISION, IS_EXACT)
             if params.dropout.IS_ON:
@@ -99,7 +136,9 @@ def query_gradients(io: QueryGradientsIO, params: PortableParams):
                 dp_MN = tl.where(keep_MN, dp_MN * params.dropout.inverse_keep, 0.0)
             # The factor comes before the rounding to DTYPE: exponentials of rounded maxima are far
             # from 1.
-            ds_MN = p_MN * (dp_MN * factor_M[:, None] - delta_M[:, None]) * slope_of_cap
+            if loop == 2 or not IS_LATE:
+                dp_MN *= factor_M[:, None]
+            ds_MN = p_MN * (dp_MN - delta_M[:, None]) * slope_of_cap
             # dQ += dS K
             dq_MD = plus_product(dq_MD, ds_MN.to(DTYPE), k_ND, PRECISION, IS_EXACT)
 
