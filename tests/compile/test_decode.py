@@ -16,12 +16,13 @@ from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import LATENT_ROW_BYTES, LATENT_ROWS, AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.core.registry.by_hand import forced
-from heedful.inspector.nvidia import disassemble, measure, parse_sass
+from heedful.inspector.nvidia import disassemble
 from heedful.launch.bind import decode
 from heedful.launch.compiler import compile_now
 from heedful.launch.prebuild import compiling
 from heedful.launch.program import programs
 from support.problems.grids import in_turns
+from support.sass import spills_over_keys
 
 TARGETS = ("sm_80", "sm_90", "gfx942", "gfx950")
 FP8 = {"gfx942": "float8_e4m3fnuz"}
@@ -160,17 +161,6 @@ def buffers_of_step(
         for name in ("rotary_cos", "rotary_sin"):
             buffers[name] = ArraySpec.contiguous((8192, problem.head_dim // 2), problem.dtype)
     return buffers
-
-
-def spills_over_keys(cubin: bytes) -> int:
-    """Of the innermost loops with products, whichever unit makes them."""
-    code, labels, branches = parse_sass(disassemble(cubin).text)
-    loops = {(labels[to], at + 1) for at, to in branches if labels.get(to, at + 1) <= at}
-    found = {bounds: measure(code[slice(*bounds)]) for bounds in loops}
-    busy = {b for b, sass in found.items() if sass.wgmma or sass.counts["HMMA"]}
-    inner = [b for b in busy if not any(b[0] <= c[0] and c[1] <= b[1] and b != c for c in busy)]
-    assert inner
-    return sum(found[bounds].spills for bounds in inner)
 
 
 def count(text: str, word: str) -> int:

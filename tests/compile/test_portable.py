@@ -30,11 +30,14 @@ from machine_code.arrays import ARRAYS, portable_problem
 from machine_code.covering import deal, each_value
 from support import arrays
 from support.problems.grids import in_turns
+from support.sass import spills_over_keys
 
 TARGETS = ("sm_90", "gfx942", "sm_80", "gfx950")
 OTHER_TARGETS = ("sm_86", "sm_89", "sm_100", "sm_120")
 # Where the tiles are meant to need no local memory, but for float32.
 SPILL_FREE = ("sm_80", "sm_90")
+# Bytes a thread that a kernel may keep there over its loops, where those need all registers.
+MOST_KEPT = 64
 MOST_VARIANTS = 120
 # Test items a target, so that the workers of a test run end together.
 SHARES = 2
@@ -81,7 +84,9 @@ def compile_within_limits(arch: str, named: list[tuple[str, KernelCall]]) -> Non
             wrong.append(f"{name}: {compiled.shared_bytes} bytes of shared memory, {limit} fit")
         if arch not in SPILL_FREE or takes_float32(call):
             continue
-        if spilled := spilled_bytes(compiled):
+        spilled = spilled_bytes(compiled)
+        # What a program stores before its loops and loads after them, once, takes no time.
+        if spilled and (spilled > MOST_KEPT or spills_over_keys(compiled.code)):
             wrong.append(f"{name}: {spilled} bytes spilled, {call.constants}")
     assert not wrong, "\n".join(wrong)
 
