@@ -191,7 +191,7 @@ def adjust_scores(s, distance, b_tile, head, mods: ScoreMods):
         slope_of_cap = 1.0 - s * s
         factor = mods.softcap
     if mods.alibi is not None:
-        # The product is a number of each distance, of which a tile has few: ptxas shares it.
+        # ptxas: the product is a number of each distance, of which a tile has few; it is shared.
         s = tl.fma(s, factor, tl.abs(distance).to(tl.float32) * -head.slope)
         if mods.bias.ptr is not None or mods.relative.ptr is not None:
             s += b_tile

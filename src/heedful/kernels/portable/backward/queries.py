@@ -101,7 +101,7 @@ def query_gradients(io: QueryGradientsIO, params: PortableParams):
     delta_M *= factor_M
 
     dq_MD = tl.zeros([M, BLOCK_D], tl.float32)
-    # Of full tiles, of masked ones and, if it is late, of all again in programs with far rows.
+    # Full tiles, masked ones and, if it is late, all again in programs with far rows.
     for loop in tl.static_range(3 if IS_LATE else 2):
         count = masked_count(tiles) if loop == 1 else tiles.full_end - tiles.full_begin
         if loop == 2:
