@@ -54,7 +54,7 @@ def call_of(**parameters: Any) -> KernelCall:
 def test_every_field_of_a_group_says_what_it_holds(group):
     assert len(group._fields) <= MOST_FIELDS and group.__doc__
     # What is read or written of an array, or of several, is said where they are used.
-    used = [k for other in GROUPS for _, k, inner in declared(other) if inner is group]
+    used = [k for other in GROUPS for _, k, inner in declared(other) if group in inner]
     is_said = bool(used) and None not in used
     for name, kind, inner in declared(group):
         assert kind is not None or inner or name == "ptr" or is_said, name

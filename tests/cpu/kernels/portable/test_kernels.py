@@ -17,7 +17,7 @@ from heedful.launch.bind import portable_cache
 from heedful.torch.base.arrays import array_spec
 from heedful.torch.eager.cache_update import append_kv, rotate
 from support.problems import budget
-from support.problems.cases import Case
+from support.problems.cases import Case, build
 from support.problems.grids import in_turns
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 from support.runs.interpreter import interpret
@@ -196,3 +196,14 @@ def test_append_and_rotation_are_those_of_plain_torch(interleaved, page_size):
 @starts_interpreter
 def test_every_check_passes_in_the_interpreter():
     pass_in_the_interpreter(__file__)
+
+
+@interpreted
+@pytest.mark.parametrize("varlen", ["", "qk"])
+def test_gradients_of_lse_may_lie_in_memory_in_any_way(varlen):
+    """Every second number of a row is its gradient."""
+    built = build(Case(seqlen_q=37, seqlen_k=29, causal=True, varlen=varlen))
+    assert built.dlse is not None
+    wide = torch.full((*built.dlse.shape, 2), torch.nan)
+    built = replace(built, dlse=wide[..., 0].copy_(built.dlse))
+    budget.check(built, budget.backend_results(Interpreted(TILES), built))
