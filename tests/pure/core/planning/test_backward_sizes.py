@@ -186,6 +186,7 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
             """portable.backward_queries (256, 1, 1) tiles=16 l2_heads=16
         portable.backward_keys (128, 1, 1) tiles=16 l2_heads=8
         delta (2, 8, 1000) float32
+        near (2, 8, 1000) float32
         reference (2, 8, 1000) float32
         factor (2, 8, 1000) float32""",
         ),
@@ -194,6 +195,7 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
             """portable.backward_queries (32, 1, 1) tiles=2 l2_heads=6
         portable.backward_keys (5000, 1, 1) tiles=625 l2_heads=3
         delta (2, 8, 70) float32
+        near (2, 8, 70) float32
         reference (2, 8, 70) float32
         factor (2, 8, 70) float32""",
         ),
