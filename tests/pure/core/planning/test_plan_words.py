@@ -90,7 +90,7 @@ def test_a_call_on_pages_is_explained_with_its_notes():
         " l2_groups=71",
         "grid      portable.backward_queries: 2560 programs, tiles=8, l2_heads=122",
         "grid      portable.backward_keys: 1280 programs, tiles=8, l2_heads=61",
-        "scratch   delta 1280000, reference 1280000, factor 1280000 bytes",
+        "scratch   delta 1280000, near 1280000, reference 1280000, factor 1280000 bytes",
         "note      told before",
         "note      the backward copies each sequence's pages into dense keys first",
         f"rejected  decode/mla_swap_ab forward: does not take a later backward; {NO_LATENT};"
