@@ -93,10 +93,17 @@ def attention(
         "dropout_seed": dropout_seed if dropout_p else None,
         "backend": backend,
     }
-    out, lse = _Attention.apply(q, k, v, sink, plan, mask, options)
+    options["return_lse"] = return_lse
+    records = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, sink)
+    )
+    if records:
+        out, lse = _Attention.apply(q, k, v, sink, plan, mask, options)
+    else:
+        out, lse, *_ = _forward(q, k, v, sink, plan, mask, options)
     if batch is not None:
         out = out.unflatten(0, (batch, -1))
-        lse = lse.unflatten(1, (batch, -1)).movedim(1, 0)
+        lse = None if lse is None else lse.unflatten(1, (batch, -1)).movedim(1, 0)
     return (out, lse) if return_lse else out
 
 
@@ -143,25 +150,34 @@ def _check_strategy(strategy: str, mask: Mask, drops: bool, has_slopes: bool) ->
         raise ValueError(f"dropout_p must be 0 {under} 'heads' or 'ring'")
 
 
+def _forward(q, k, v, sink, plan: ContextPlan, mask: Mask, options: dict[str, Any]):
+    """out, lse or None, what the backward wants of tensors, by which module it is, and its other
+    arguments. options: and return_lse."""
+    options = options | {"sink": sink}
+    wants_lse = options.pop("return_lse")
+    if plan.strategy == "heads":
+        options["window_size"] = _window(mask)
+        return *heads.forward(q, k, v, plan, options), heads, (plan, options)
+    slopes = options["alibi_slopes"] is not None
+    alone = slopes and (plan.strategy == "ring" or mask.right != 0)
+    which = mask, alone or bool(options["dropout_p"]), q.device
+    if plan.strategy == "ring":
+        steps = plan.steps(*which)
+        out, lse = ring.forward(q, k, v, plan, steps, options)
+        return out, lse, (q, k, v, out, lse), ring, (plan, steps, options)
+    on = plan.schedule(*which)
+    out, lses = gather.forward(q, k, v, plan, on, options)
+    lse = gather.put_together(lses, on, q) if wants_lse else None
+    return out, lse, (q, k, v, out, *lses), gather, (plan, on, options)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sink, plan: ContextPlan, mask: Mask, options: dict[str, Any]):
-        options = options | {"sink": sink}
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.options = plan, options
-        if plan.strategy == "heads":
-            ctx.options = options | {"window_size": _window(mask)}
-            out, lse, saved = heads.forward(q, k, v, plan, ctx.options)
-        else:
-            slopes = options["alibi_slopes"] is not None
-            alone = slopes and (plan.strategy == "ring" or mask.right != 0)
-            which = mask, alone or bool(options["dropout_p"]), q.device
-            if plan.strategy == "ring":
-                ctx.by, ctx.on = ring, plan.steps(*which)
-            else:
-                ctx.by, ctx.on = gather, plan.schedule(*which)
-            out, lse = ctx.by.forward(q, k, v, plan, ctx.on, options)
-            saved = q, k, v, out, lse
+        given = q, k, v, sink, plan, mask, options
+        out, lse, saved, ctx.by, ctx.arguments = _forward(*given)
+        ctx.plan = plan
         ctx.save_for_backward(*saved)
         return out, lse
 
@@ -169,15 +185,12 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         dout, dlse = grads
-        plan, options, saved = ctx.plan, ctx.options, ctx.saved_tensors
+        plan, saved = ctx.plan, ctx.saved_tensors
         if dout is None:
             # All ranks must run the same collectives, whatever their gradients are.
             shape = plan.tokens, plan.heads[0], saved[2].shape[-1]
             dout = saved[0].new_zeros(shape)
-        if plan.strategy == "heads":
-            found = heads.backward(dout, dlse, saved, plan, options)
-        else:
-            found = ctx.by.backward(dout, dlse, saved, plan, ctx.on, options)
+        found = ctx.by.backward(dout, dlse, saved, *ctx.arguments)
         return *found, None, None, None
 
 

@@ -19,19 +19,28 @@ def placed(part: Any, offset: int) -> dict[str, Any]:
 
 
 def attended(given: Sequence[Tensor], more: dict[str, Any], out: Tensor) -> Tensor:
-    """Writes the attention of q, k and v, which are packed rows, to `out`; returns lse."""
+    """Writes the attention of q, k and v, which are packed rows, to `out`; returns lse. Rows of one
+    sequence may have a first dim of 1."""
     if "cu_seqlens_q" in more:
         packed: Any = given
         return flash_attn_varlen_func(*packed, **more, out=out, return_lse=True)[1]
-    dense: Any = [x[None] for x in given]
-    return flash_attn_func(*dense, **more, out=out[None], return_lse=True)[1][0]
+    return flash_attn_func(*_dense(given), **more, out=_dense([out])[0], return_lse=True)[1][0]
 
 
-def differentiated(given: Sequence[Tensor], more: dict[str, Any]) -> Gradients:
+def differentiated(
+    given: Sequence[Tensor], more: dict[str, Any], into: Sequence[Tensor] | None = None
+) -> Gradients:
     """`attention_backward` of dout, q, k, v, out and lse, and of dlse in `more`."""
     if "cu_seqlens_q" in more:
-        return attention_backward(*given, **more)
+        return attention_backward(*given, **more, into=into)
     if more["dlse"] is not None:
         more["dlse"] = more["dlse"][None]
-    found = attention_backward(*(x[None] for x in given), **more)
-    return found._replace(dq=found.dq[0], dk=found.dk[0], dv=found.dv[0])
+    places = None if into is None else _dense(into)
+    *rows, lse = given
+    arguments: Any = (*_dense(rows), lse[None])
+    found = attention_backward(*arguments, **more, into=places)
+    return found if places else found._replace(dq=found.dq[0], dk=found.dk[0], dv=found.dv[0])
+
+
+def _dense(given: Sequence[Tensor]) -> Any:
+    return [x[None] if x.ndim == 3 else x for x in given]

@@ -14,6 +14,8 @@ from heedful.distributed.schedules import Crossing, Schedule, crossing, spread_h
 # tokens had on an H200, and 8 and 32 MiB between two.
 FLOPS = 760e12
 LINK = 270e9
+# An H100 and an H200 have so many.
+SMS = 132
 # Packing and a collective's own time, in seconds.
 LATENCY = 40e-6
 # Seconds of the host for one group of heads.
@@ -33,15 +35,21 @@ def head_groups(
     """How many KV heads each group has, in which keys are sent, and whether the local calls of each
     rank take longer than all keys. Else the first group is small, since nothing runs before it has
     arrived, but its kernel runs longer than the host needs for the next. In a backward the last
-    group is one head: nothing runs beside its gradients. replayed: the host's time costs nothing. A
-    forward that is no replay waits for the host to ask for all groups: for few keys it has one."""
+    group is small, too: nothing runs beside its gradients. There both have so many heads that one
+    tile of keys takes no longer than all tiles over all SMs. replayed: the host's time costs
+    nothing. A forward that is no replay waits for the host to ask for all groups: for few keys it
+    has one."""
     local, remote = (compute(tiles, heads[0], dims) for tiles in needs.fewest)
     arrive = needs.most_received * sum(dims) * size * heads[1] / LINK
     is_hidden = local >= arrive
     if arrive < (LATENCY if replayed or backward else HOST) or heads[1] == 1:
         return [heads[1]], is_hidden
     first = heads[1] // 4 if remote == 0 else min(heads[1] // 4, ceil(HOST / remote * heads[1]))
-    ends = [max(1, first)] * (not is_hidden), [1] * (backward and heads[1] > 3)
+    last = max(1, round(SMS * needs.longest)) if backward and isinstance(needs, Schedule) else 0
+    first = max(1, first, last)
+    if first + last >= heads[1]:
+        return [heads[1]], is_hidden
+    ends = [first] * (not is_hidden), [last] * (last > 0)
     return [*ends[0], heads[1] - sum(ends[0]) - sum(ends[1]), *ends[1]], is_hidden
 
 

@@ -127,7 +127,8 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, int], device: torch.
 
 
 def side_by_side(parts: list[Tensor], out: Tensor) -> None:
-    """Copies what two tensors have for each row and head into one of `out`, in wide words."""
+    """Copies what two tensors have for each row and head into one of `out`, in wide words, as which
+    `out` may come."""
     words = [words_of(x) for x in (*parts, out)]
     if len({x.dtype for x in words}) > 1:
         words = [*parts, out]

@@ -3,10 +3,10 @@ heads, so that one group's kernel runs while the next group's rows arrive. Queri
 keys of this rank go first.
 
 Every query meets all its keys in one call: nothing is merged, and a sink enters once. Gradients of
-keys and values travel back, and are summed, in float32.
+keys and values travel back as kernels write them, each call's by itself, and are summed in float32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,24 +56,33 @@ class Keys:
     def __init__(
         self, k: Tensor, v: Tensor, group: Group, made: ContextPlan, on: OnDevice, shared: Any
     ):
-        schedule = on.schedule
-        self.group, self.shared, self._dims = group, shared, (k.shape[-1], v.shape[-1])
-        count = group.keys.stop - group.keys.start
-        shape = schedule.count, count, sum(self._dims)
-        self.rows = k.new_empty(shape) if shared is None else shared.keys(made.rank, group.keys)
-        for rows, place in schedule.own:
-            own = [x[rows, group.keys] for x in (k, v)]
-            side_by_side(own, self.rows[place])
-        if shared is None:
-            sent, received = (
-                [[self.rows[run] for run in theirs] for theirs in parts]
-                for parts in (schedule.sent, schedule.received)
-            )
-            self._exchange = Exchange(made.group, sent, received, schedule.rounds, self.rows)
+        self.group, self._made, self._on = group, made, on
+        self._dims, self._peers = (k.shape[-1], v.shape[-1]), shared and shared.peers
+        self._part = part = shared and shared.part(made.rank, group.keys)
+        self._shape = group.keys.stop - group.keys.start, sum(self._dims)
+        self.rows = k.new_empty((on.schedule.count, *self._shape)) if part is None else part.rows
+        if part is None:
+            own = [(rows, self.rows[place]) for rows, place in on.schedule.own]
+        else:
+            own = part.own
+        for rows, place in own:
+            side_by_side([x[rows, group.keys] for x in (k, v)], place)
+        self._exchange: Any = None
 
-    def pull(self) -> None:
-        """Begins to copy rows of the other ranks, who have all written theirs."""
-        self._exchange = self.shared.pull_keys(self.group.keys, self.rows)
+    def begin(self, after: Any) -> None:
+        """Begins to get rows of the other ranks. after: the event of all having written theirs,
+        which are then copied."""
+        if self._exchange is not None:
+            return
+        if self._part is not None:
+            self._exchange = self._peers.pull(self._part.keys, after, True)
+            return
+        schedule = self._on.schedule
+        sent, received = (
+            [[self.rows[run] for run in theirs] for theirs in parts]
+            for parts in (schedule.sent, schedule.received)
+        )
+        self._exchange = Exchange(self._made.group, sent, received, schedule.rounds, self.rows)
 
     def wait(self) -> None:
         """The current stream waits for the rows."""
@@ -84,82 +93,85 @@ class Keys:
         k, v = self.rows[call.keys].split(self._dims, -1)
         return k, v
 
+    # Gradients
 
-class KeyGradients:
-    """The gradients of the rows of a `Keys`, in float32."""
-
-    def __init__(self, keys: Keys, made: ContextPlan, on: OnDevice):
-        self._keys, self._made, self._on = keys, made, on
-        self._sums: Tensor | None = None
-
-    @property
-    def sums(self) -> Tensor:
-        if self._sums is None:
-            self._sums = self._empty().zero_()
-        return self._sums
-
-    def _empty(self) -> Tensor:
-        keys = self._keys
-        if keys.shared is None:
-            return torch.empty_like(keys.rows, dtype=torch.float32)
-        return keys.shared.sums(self._made.rank, keys.group.keys)
-
-    def add(self, rows: slice, dk: Tensor, dv: Tensor) -> None:
-        """Adds what a call found. The first call's rows are often all."""
-        part = dk.new_empty((*dk.shape[:-1], dk.shape[-1] + dv.shape[-1]))
-        side_by_side([dk, dv], part)
-        if self._sums is None and len(part) == len(self._keys.rows):
-            self._sums = self._empty().copy_(part)
+    def gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Where each call writes its gradients of k and v."""
+        back, part = self._on.schedule.back, self._part
+        if part is None:
+            self._found = self.rows.new_empty((back.counts[self._made.rank], *self._shape))
         else:
-            self.sums[rows] += part
+            self._found = part.gradients
+        split = (self._found[place].split(self._dims, -1) for place in back.places)
+        return [(dk, dv) for dk, dv in split]
 
     def send(self) -> None:
-        """Begins to send what belongs to others."""
-        sums, schedule = self.sums, self._on.schedule
-        self._parts = [
-            [sums.new_empty((run.stop - run.start, *sums.shape[1:])) for run in theirs]
-            for theirs in schedule.sent
-        ]
-        if self._keys.shared is not None:
-            self._exchange = self._keys.shared.pull_sums(self._keys.group.keys, self._parts)
+        """Begins to send gradients that belong to others."""
+        back, found = self._on.schedule.back, self._found
+        self._parts = parts = found.new_empty((back.parts, *self._shape))
+        if self._part is not None:
+            after = self._peers.ready()
+            pairs = [(parts[run], theirs) for run, theirs in self._part.taken]
+            self._exchange = self._peers.pull(pairs, after, False)
             return
-        sent = [[sums[run] for run in theirs] for theirs in schedule.received]
-        self._exchange = Exchange(self._made.group, sent, self._parts, schedule.rounds, sums)
+        sent = [[found[run] for run in theirs] for theirs in back.sent]
+        into = [[parts[run] for run in theirs] for theirs in back.received]
+        self._exchange = Exchange(self._made.group, sent, into, back.rounds, found)
 
     def finish(self, dk: Tensor, dv: Tensor) -> None:
-        """Adds what others send, one rank after the other, to this rank's rows of dk and dv, which
-        hold what local calls found."""
+        """Adds all that calls and other ranks found, in float32 and in one order, to what local
+        calls wrote to dk and dv."""
         self._exchange.wait()
-        schedule, heads = self._on.schedule, self._keys.group.keys
-        for runs, parts in zip(schedule.sent, self._parts, strict=True):
-            for run, part in zip(runs, parts, strict=True):
-                self.sums[run] += part
-        local = [call.keys for call in schedule.calls if call.is_local]
-        for rows, place in schedule.own:
-            found = self.sums[place].split((dk.shape[-1], dv.shape[-1]), -1)
-            for total, part in zip((dk[rows, heads], dv[rows, heads]), found, strict=True):
-                for keys in local:
-                    begin, end = max(keys.start, rows.start), min(keys.stop, rows.stop)
-                    if begin < end:
-                        both = slice(begin - rows.start, end - rows.start)
-                        part[both] += total[both]
-                total.copy_(part)
+        for rows in self._on.schedule.back.sums:
+            parts = [self._found[run] for run in rows.own]
+            parts += [self._parts[run] for run in rows.received]
+            totals = dk[rows.rows, self.group.keys], dv[rows.rows, self.group.keys]
+            if len(parts) + rows.is_local > 2:
+                first = parts[0].float()
+                for part in parts[1 : None if rows.is_local else -1]:
+                    first += part
+                parts = [first, *([] if rows.is_local else parts[-1:])]
+            _add(totals, [part.split(self._dims, -1) for part in parts], rows.is_local)
+
+
+def _add(totals: tuple[Tensor, Tensor], parts: list[Any], is_local: bool) -> None:
+    """Writes the sum of at most two terms to each total, rounded once. is_local: whether the total
+    is one of them."""
+    for total, *terms in zip(totals, *parts, strict=True):
+        terms += [total] * is_local
+        if len(terms) == 2:
+            torch.add(*terms, out=total)
+        elif not terms:
+            total.zero_()
+        elif not is_local:
+            copy(total, terms[0])
 
 
 def _arguments(options: dict[str, Any], on: OnDevice, index: int, group: Group) -> dict[str, Any]:
     """The arguments of one call on one group of heads, but for tensors with rows."""
-    call = on.schedule.calls[index]
-    made = options | {"window_size": call.window}
-    if len(call.lengths_q) > 1:
-        made["cu_seqlens_q"], made["cu_seqlens_k"] = on.cu_q[index], on.cu_k[index]
-        made["max_seqlen_q"], made["max_seqlen_k"] = max(call.lengths_q), max(call.lengths_k)
+    slopes, drops = options.get("alibi_slopes") is not None, bool(options.get("dropout_p"))
+    key = index, group.queries.start, slopes, drops
+    fixed = on.kept.get(key)
+    if fixed is None:
+        fixed = on.kept[key] = _fixed(on, index, group, slopes and on.one_by_one, drops)
+    made = options | fixed
     for name in ("sink", "alibi_slopes"):
         if made.get(name) is not None:
             made[name] = made[name][group.queries]
-    if made.get("dropout_p"):
+    return made
+
+
+def _fixed(on: OnDevice, index: int, group: Group, is_placed: bool, drops: bool) -> dict[str, Any]:
+    """Those that are the same in each step."""
+    call = on.schedule.calls[index]
+    made: dict[str, Any] = {"window_size": call.window}
+    if len(call.lengths_q) > 1:
+        made["cu_seqlens_q"], made["cu_seqlens_k"] = on.cu_q[index], on.cu_k[index]
+        made["max_seqlen_q"], made["max_seqlen_k"] = max(call.lengths_q), max(call.lengths_k)
+    if drops:
         (piece,), (first,) = call.pieces, call.firsts
         made["dropout_origin"] = (piece.document, group.queries.start, piece.begin, first)
-    if made.get("alibi_slopes") is not None and on.one_by_one:
+    if is_placed:
         (piece,), (first,) = call.pieces, call.firsts
         made |= placed(call, piece.begin - first)
     return made
@@ -174,18 +186,19 @@ def _parts(
     calls = on.schedule.calls
     count = sum(call.is_local for call in calls)
     local = Group(slice(0, k.shape[1]), slice(0, q.shape[1])), None, list(range(count))
-    keys, is_hidden = [], True
+    keys, is_hidden, shared, after = [], True, None, None
     if on.schedule.most_received:
-        # All are asked for before the first kernel, whose work tiles take all SMs.
-        shared = peers.shared_rows(made.peers, on.schedule, k, v)
+        # All are packed before the first kernel, whose work tiles take all SMs.
+        shared = peers.shared_rows(made.peers, on, k, v)
         told, is_hidden = groups(q, k, v, on, backward, shared is not None)
         if shared is not None:
-            shared.begin()
+            shared.peers.begin()
         keys = [Keys(k, v, group, made, on, shared) for group in told]
         if shared is not None:
-            shared.ready()
+            after = shared.peers.ready()
+        if shared is None or backward:
             for found in keys:
-                found.pull()
+                found.begin(after)
     remote = list(range(count, len(calls)))
     parts: list[tuple[Group, Keys | None, list[int]]]
     parts = [(found.group, found, remote) for found in keys]
@@ -193,8 +206,10 @@ def _parts(
         parts.insert(0 if is_hidden else 1, local)
     for index, part in enumerate(parts):
         if part[1] is not None:
+            # Copies need no SMs: those of a group are asked for after the kernel before it.
+            part[1].begin(after)
             part[1].wait()
-        if keys and keys[0].shared is None and index < len(parts) - 1:
+        if keys and shared is None and index < len(parts) - 1:
             # A kernel of this part and a transfer that is next may begin now.
             head_start(q.device)
         yield part
@@ -202,18 +217,31 @@ def _parts(
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, made: ContextPlan, on: OnDevice, options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """out and lse of this rank's queries."""
+) -> tuple[Tensor, list[Tensor]]:
+    """out of this rank's queries, and by call their lse, (heads, rows)."""
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
-    lse = torch.empty((q.shape[1], len(q)), dtype=torch.float32, device=q.device)
+    lses: list[Any] = [None] * len(on.schedule.calls)
     for group, keys, indices in _parts(q, k, v, made, on):
         for index in indices:
             call, heads = on.schedule.calls[index], group.queries
             given = q[call.rows, heads], *_keys_of(call, keys, k, v)
             more: dict[str, Any] = _arguments(options, on, index, group)
             found = attended(given, more, out[call.rows, heads])
-            lse[heads, call.rows] = found
-    return out, lse
+            if len(found) == q.shape[1]:
+                lses[index] = found
+                continue
+            if lses[index] is None:
+                lses[index] = found.new_empty((q.shape[1], found.shape[1]))
+            lses[index][heads] = found
+    return out, lses
+
+
+def put_together(lses: Sequence[Tensor], on: OnDevice, like: Tensor) -> Tensor:
+    """lse of all rows, as (heads, rows). like: q."""
+    lse = torch.empty((like.shape[1], len(like)), dtype=torch.float32, device=like.device)
+    for call, found in zip(on.schedule.calls, lses, strict=True):
+        lse[:, call.rows] = found
+    return lse
 
 
 def _keys_of(call: Call, keys: Keys | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,37 +256,31 @@ def backward(
     on: OnDevice,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv of this rank's rows, and this rank's part of dsink. saved: q, k, v, out, lse."""
-    q, k, v, out, lse = saved
+    """dq, dk, dv of this rank's rows, and this rank's part of dsink. saved: q, k, v, out, and what
+    `forward` returned of lse."""
+    q, k, v, out, *lses = saved
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dsinks: list[tuple[slice, Tensor]] = []
-    sent: list[KeyGradients] = []
+    sent: list[Keys] = []
+    count = sum(call.is_local for call in on.schedule.calls)
     for group, keys, indices in _parts(q, k, v, made, on, backward=True):
-        sums = None if keys is None else KeyGradients(keys, made, on)
-        queries = []
+        places = [] if keys is None else keys.gradients()
         for index in indices:
             call, heads = on.schedule.calls[index], group.queries
             more = _arguments(options, on, index, group)
-            more["dlse"] = None if dlse is None else dlse[heads, call.rows]
+            more["dlse"] = None if dlse is None else dlse[heads, call.rows].contiguous()
             given = [x[call.rows, heads] for x in (dout, q)]
-            given += [*_keys_of(call, keys, k, v), out[call.rows, heads], lse[heads, call.rows]]
-            found = differentiated(given, more)
-            queries.append((dq[call.rows, heads], found.dq))
-            if sums is None:
-                dk[call.keys], dv[call.keys] = found.dk, found.dv
-            else:
-                sums.add(call.keys, found.dk, found.dv)
+            given += [*_keys_of(call, keys, k, v), out[call.rows, heads], lses[index][heads]]
+            of_keys = (dk[call.keys], dv[call.keys]) if keys is None else places[index - count]
+            found = differentiated(given, more, (dq[call.rows, heads], *of_keys))
             if found.dsink is not None:
                 dsinks.append((heads, found.dsink))
-        if sums is not None:
-            sums.send()
-        for into, rows in queries:
-            copy(into, rows)
-        if sums is not None:
+        if keys is not None:
+            keys.send()
             # The one before has arrived meanwhile.
             for earlier in sent:
                 earlier.finish(dk, dv)
-            sent = [sums]
+            sent = [keys]
     for last in sent:
         last.finish(dk, dv)
     return dq, dk, dv, _summed(dsinks, options.get("sink"))

@@ -4,7 +4,7 @@ run on engines of their own: a kernel of NCCL's would wait for SMs that a kernel
 
 import hashlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,78 +13,90 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from heedful.distributed.exchange import words_of
 from heedful.distributed.schedules import Schedule
 
 # By group and device. They live as long as the process: graphs have their addresses.
 _KNOWN: dict[tuple[Any, torch.device], list[Any]] = {}
+_REFUSED: dict[tuple[Any, torch.device], str] = {}
 _HAS_SYMMETRIC = find_spec("torch.distributed._symmetric_memory") is not None
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
+class SharedPart:
+    """Some heads of `SharedRows`. rows, gradients: of this rank; own: (its rows, where they belong,
+    in wide words); keys: (rows of this rank, those of another that are copied there); taken: (rows
+    of `Returned.parts`, gradients of another rank)."""
+
+    def __init__(self, shared: "SharedRows", rank: int, heads: slice):
+        schedule, back = shared.schedule, shared.schedule.back
+        self.rows, self.gradients = shared.keys(rank, heads), shared.gradients(rank, heads)
+        self.own = [(rows, words_of(self.rows[place])) for rows, place in schedule.own]
+        self.keys, self.taken = [], []
+        for other, (runs, there, parts, of_peer) in enumerate(
+            zip(schedule.received, schedule.there, back.received, back.there, strict=True)
+        ):
+            if runs:
+                theirs = shared.keys(other, heads)
+                pairs = zip(runs, there[1], strict=True)
+                self.keys += [(self.rows[run], theirs[place]) for run, place in pairs]
+            if parts:
+                theirs = shared.gradients(other, heads)
+                pairs = zip(parts, of_peer, strict=True)
+                self.taken += [(part, theirs[place]) for part, place in pairs]
+
+
 class SharedRows:
-    """Gathered rows of k and v, side by side, and after them sums of their gradients, of every
+    """Gathered rows of k and v, side by side, and after them gradients that calls found, of every
     rank: in each part first all rows of some heads, then those of others."""
 
     def __init__(self, peers: Any, schedule: Schedule, heads: int, dim: int, dtype: torch.dtype):
-        self._peers, self._schedule, self._dim, self._dtype = peers, schedule, dim, dtype
-        self._of_head = _room(schedule) * dim
-        self._sums = heads * self._of_head * dtype.itemsize
-        self.begin, self.ready = peers.begin, peers.ready
+        self.peers, self.schedule, self._dim, self._dtype = peers, schedule, dim, dtype
+        self._begin = heads * _room(schedule.counts) * dim * dtype.itemsize
+        self._parts: dict[tuple[int, int, int], SharedPart] = {}
 
     @staticmethod
     def bytes_of(schedule: Schedule, heads: int, dim: int, size: int) -> int:
         """How many a rank has of both. size: of an element of k."""
-        return _room(schedule) * heads * dim * (size + 4) if schedule.most_received else 0
+        rows = _room(schedule.counts) + _room(schedule.back.counts)
+        return rows * heads * dim * size if schedule.most_received else 0
 
-    def _rows(self, rank: int, heads: slice, begin: int, dtype: torch.dtype) -> Tensor:
-        shape = self._schedule.counts[rank], heads.stop - heads.start, self._dim
-        place = begin + heads.start * self._of_head * dtype.itemsize
-        return self._peers.view(rank, place, shape, dtype)
+    def _rows(self, rank: int, heads: slice, counts: Sequence[int], begin: int) -> Tensor:
+        shape = counts[rank], heads.stop - heads.start, self._dim
+        place = begin + heads.start * _room(counts) * self._dim * self._dtype.itemsize
+        return self.peers.view(rank, place, shape, self._dtype)
 
     def keys(self, rank: int, heads: slice) -> Tensor:
         """(rows, heads, dim) of a rank."""
-        return self._rows(rank, heads, 0, self._dtype)
+        return self._rows(rank, heads, self.schedule.counts, 0)
 
-    def sums(self, rank: int, heads: slice) -> Tensor:
-        """float32 (rows, heads, dim) of a rank."""
-        return self._rows(rank, heads, self._sums, torch.float32)
+    def gradients(self, rank: int, heads: slice) -> Tensor:
+        """(rows, heads, dim) of a rank."""
+        return self._rows(rank, heads, self.schedule.back.counts, self._begin)
 
-    def pull_keys(self, heads: slice, rows: Tensor) -> Any:
-        """Begins to copy what this rank gets into its rows."""
-        pairs = []
-        for rank, received in enumerate(self._schedule.received):
-            if received:
-                theirs = self.keys(rank, heads)
-                of_peer = self._schedule.there[rank][1]
-                pairs += [(rows[a], theirs[b]) for a, b in zip(received, of_peer, strict=True)]
-        return self._peers.pull(pairs)
-
-    def pull_sums(self, heads: slice, parts: Sequence[Sequence[Tensor]]) -> Any:
-        """Begins to copy other ranks' sums of this rank's rows, after they are there."""
-        pairs = []
-        self.ready()
-        for rank, into in enumerate(parts):
-            if into:
-                theirs = self.sums(rank, heads)
-                of_peer = self._schedule.there[rank][0]
-                pairs += [(a, theirs[b]) for a, b in zip(into, of_peer, strict=True)]
-        return self._peers.pull(pairs)
+    def part(self, rank: int, heads: slice) -> SharedPart:
+        """The views of these heads, made once: the memory lasts."""
+        key = rank, heads.start, heads.stop
+        if key not in self._parts:
+            self._parts[key] = SharedPart(self, rank, heads)
+        return self._parts[key]
 
 
-def _room(schedule: Schedule) -> int:
+def _room(counts: Sequence[int]) -> int:
     """Rows of one head on each rank: so many that the next head's are aligned."""
-    return -(-max(schedule.counts) // 128) * 128
+    return -(-max(counts) // 128) * 128
 
 
-def shared_rows(peers: Any, schedule: Schedule, k: Tensor, v: Tensor) -> SharedRows | None:
+def shared_rows(peers: Any, on: Any, k: Tensor, v: Tensor) -> SharedRows | None:
     """Where the ranks of a plan share rows of k and v; None if they do not, or lack the room: the
-    same on each."""
+    same on each. on: an OnDevice, which keeps it."""
     if peers is None:
         return None
-    heads, dim = k.shape[1], k.shape[-1] + v.shape[-1]
-    if SharedRows.bytes_of(schedule, heads, dim, k.itemsize) > peers.size:
-        return None
-    return SharedRows(peers, schedule, heads, dim, k.dtype)
+    facts = k.shape[1], k.shape[-1] + v.shape[-1], k.dtype
+    if facts not in on.kept:
+        needed = SharedRows.bytes_of(on.schedule, *facts[:2], k.itemsize)
+        on.kept[facts] = SharedRows(peers, on.schedule, *facts) if needed <= peers.size else None
+    return on.kept[facts]
 
 
 class Copies:
@@ -108,7 +120,8 @@ class Peers:
         self.size, self._device = size, device
         self._mine = symmetric.empty(size, dtype=torch.uint8, device=device)
         self._handle = symmetric.rendezvous(self._mine, group)
-        self._stream = torch.cuda.Stream(device)
+        # One for keys, one for gradients, which come later.
+        self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._latest: torch.cuda.Stream | None = None
         timeout = group._get_backend(device).options._timeout
         self._wait_ms = int(timeout.total_seconds() * 1e3)
@@ -120,24 +133,29 @@ class Peers:
             if self._latest is not None and self._latest != stream:
                 stream.wait_stream(self._latest)
             self._latest = stream
-        self.ready()
-
-    def ready(self) -> None:
-        """Waits until every rank has come here."""
         self._handle.barrier(0, self._wait_ms)
+
+    def ready(self) -> torch.cuda.Event:
+        """Waits until every rank has come here: the event of that."""
+        self._handle.barrier(0, self._wait_ms)
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def view(self, rank: int, begin: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A rank's bytes from `begin` on, which is a multiple of the dtype's size."""
         return self._handle.get_buffer(rank, list(shape), dtype, begin // dtype.itemsize)
 
-    def pull(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Copies:
-        """Begins to copy another rank's contiguous rows, second of a pair, into the first."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+    def pull(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Any, of_keys: bool) -> Copies:
+        """Begins to copy another rank's contiguous rows, second of a pair, into the first, after an
+        event."""
+        stream = self._streams[not of_keys]
+        with torch.cuda.stream(stream):
+            stream.wait_event(after)
             for into, rows in pairs:
                 into.copy_(rows, non_blocking=True)
             event = torch.cuda.Event()
-            event.record()
+            event.record(stream)
         return Copies(event)
 
 
@@ -150,25 +168,45 @@ def _is_one_host(group: dist.ProcessGroup, device: torch.device) -> bool:
     return most == -least
 
 
-def peers_of(group: dist.ProcessGroup | None, size: int) -> Peers | None:
-    """Memory of at least so many bytes on each rank, None for none. A collective of ranks that ask
-    for the same size. Raises ValueError where ranks cannot read each other's."""
-    if not size:
-        return None
+def _why_not(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Why ranks cannot read each other's memory, the same on each; empty if they can. A
+    collective."""
+    if not _is_one_host(group, device):
+        return "ranks are on several hosts"
+    ranks = dist.get_world_size(group)
+    told = torch.tensor([device.index, torch.cuda.device_count()], device=device)
+    every = [torch.empty_like(told) for _ in range(ranks)]
+    dist.all_gather(every, told, group=group)
+    indices, counts = zip(*torch.stack(every).tolist(), strict=True)
+    if len(set(indices)) < ranks or min(counts) <= max(indices):
+        return "ranks do not see all GPUs of the group"
+    others = (index for index in indices if index != device.index)
+    reaches = all(torch.cuda.can_device_access_peer(device.index, index) for index in others)
+    told = torch.tensor(int(reaches), device=device)
+    dist.all_reduce(told, dist.ReduceOp.MIN, group=group)
+    return "" if told.item() else "a GPU cannot read the memory of another"
+
+
+def peers_of(group: dist.ProcessGroup | None, size: int) -> tuple[Peers | None, str]:
+    """Memory of at least so many bytes on each rank, None for none; and why ranks cannot read each
+    other's, empty if they can. A collective of ranks that ask for the same size."""
     where = dist.get_backend(group)
     if where != "nccl" or torch.version.hip or not _HAS_SYMMETRIC:
-        raise ValueError(
-            "transport must be 'send' where ranks are not GPUs of NVIDIA's under NCCL with torch's"
-            f" symmetric memory, got 'copy' under {where}"
-        )
+        what = "ranks are not GPUs of NVIDIA's under NCCL with torch's symmetric memory"
+        return None, f"{what} but under {where}"
+    if not size:
+        return None, ""
     group = dist.group.WORLD if group is None else group
     assert group is not None
     device = torch.device("cuda", torch.cuda.current_device())
-    known = _KNOWN.setdefault((group, device), [])
-    if not known and not _is_one_host(group, device):
-        raise ValueError("transport must be 'send' where ranks are on several hosts, got 'copy'")
+    key = group, device
+    if key not in _REFUSED:
+        _REFUSED[key] = _why_not(group, device)
+    if _REFUSED[key]:
+        return None, _REFUSED[key]
+    known = _KNOWN.setdefault(key, [])
     if not known or known[-1].size < size:
         # Twice as much each time: those that came before are less than the last.
         least = 2 * known[-1].size if known else 0
         known.append(Peers(group, device, -(-max(size, least) // 2**21) * 2**21))
-    return known[-1]
+    return known[-1], ""

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -21,17 +21,19 @@ from heedful.distributed.rings import Part, Step, ring_steps
 from heedful.distributed.schedules import Schedule, gathered, places_of, rows_of, spread_heads
 
 STRATEGIES = ("gather", "heads", "ring")
-TRANSPORTS = ("send", "copy")
+TRANSPORTS = ("auto", "send", "copy")
 
 
 @dataclass(frozen=True)
 class OnDevice:
-    """A schedule, and the cu_seqlens of its calls on a device. one_by_one: of `gathered`."""
+    """A schedule, and the cu_seqlens of its calls on a device. one_by_one: of `gathered`. kept:
+    what steps keep for the next."""
 
     schedule: Schedule
     one_by_one: bool
     cu_q: tuple[Tensor, ...]
     cu_k: tuple[Tensor, ...]
+    kept: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ def plan(
     window_size: Sequence[int] = (-1, -1),
     layout: str = "auto",
     strategy: str = "auto",
-    transport: str = "send",
+    transport: str = "auto",
     options: Mapping[str, Any] | None = None,
 ) -> ContextPlan:
     """Decides which tokens of a batch each rank of a group holds, and how keys are exchanged.
@@ -230,9 +232,9 @@ def plan(
         strategy: "gather" (keys and values that are seen travel), "heads" (ranks exchange tokens
             for heads), "ring" (keys of one rank at a time, least memory), or "auto": that of the
             first two whose forward takes less, by `cost`.
-        transport: "send", by the group's backend; or "copy", for "gather" alone: GPUs of one host
-            copy rows out of each other's memory, beside kernels that hold all SMs. The memory is
-            the group's, and stays.
+        transport: "send", by the group's backend; "copy", for "gather" alone: GPUs of one host
+            copy rows out of each other's memory, beside kernels that hold all SMs; or "auto", which
+            copies where it can. The memory is the group's, and stays.
         options: anything else that ranks should agree on, compared by its repr.
 
     Returns:
@@ -276,15 +278,27 @@ def plan(
     chosen, why = _strategy(strategy, made, mask, heads, dims, dtype)
     reasons.append(f"strategy {chosen}: {why}")
     peers = None
-    if transport == "copy":
+    if chosen == "gather" and transport != "send":
         rows = gathered(made, mask, dist.get_rank(group))
-        peers = peers_of(group, SharedRows.bytes_of(rows, heads[1], sum(dims), dtype.itemsize))
-        reasons.append("rows are copied between GPUs of a host")
+        needed = SharedRows.bytes_of(rows, heads[1], sum(dims), dtype.itemsize)
+        peers, why = peers_of(group, needed)
+        if transport == "copy" and why:
+            raise ValueError(f"transport must be 'send' where {why}, got 'copy'")
+        words = f"rows are sent: {why}" if why else "rows are copied between GPUs of a host"
+        reasons.append(words if needed else "no rank needs rows of another")
     return ContextPlan(group, made, chosen, heads, mask, reasons, peers)
 
 
 def mask_of(causal: Any, window_size: Any) -> Mask:
     """The mask of these arguments of `flash_attn_func`."""
+    is_plain = type(causal) is bool and type(window_size) is tuple
+    if is_plain and all([type(bound) is int for bound in window_size]):
+        return _mask_of(causal, window_size)
+    return _mask_of.__wrapped__(causal, window_size)
+
+
+@lru_cache(maxsize=64)
+def _mask_of(causal: Any, window_size: Any) -> Mask:
     spec = MaskSpec.of(causal, window_size)
     bounds = (None if bound < 0 else bound for bound in (spec.left, spec.right))
     return Mask(*bounds, first=spec.first)

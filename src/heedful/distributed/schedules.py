@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import accumulate, islice
 
 import numpy as np
 
@@ -43,7 +43,8 @@ class Schedule:
     the same as slices of what rank r gathers. calls: what it computes, local ones first. The same
     on each rank: rounds, the most slices that one sends to another; most_received, the most rows
     that one gets; counts, of each how many it gathers; fewest, the fewest tiles of local calls that
-    one has, and of the others.
+    one has, and of the others; longest, of the largest call on any rank how large a part of its
+    tiles one tile of keys may be; back: how gradients travel.
     """
 
     count: int
@@ -56,11 +57,42 @@ class Schedule:
     most_received: int
     counts: tuple[int, ...]
     fewest: tuple[int, int]
+    longest: float
+    back: "Returned"
 
     @property
     def rows_received(self) -> int:
         """How many rows this rank gets."""
         return sum(run.stop - run.start for runs in self.received for run in runs)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Rows of this rank, and where parts of their gradients are: in rows of its gradients, and in
+    those that it receives; is_local: and in what local calls write."""
+
+    rows: slice
+    is_local: bool
+    own: tuple[slice, ...]
+    received: tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Returned:
+    """How gradients of keys travel. Each call but local ones has rows of its own for those of its
+    keys, one call's after another's. places: of each such call; counts: how many rows each rank
+    has. sent[r]: slices of these that rank r gets; received[r]: slices of the rows that this rank
+    receives, `parts` together; there[r]: the same as slices of what rank r has. sums: of each row
+    of this rank one. rounds: the most slices that one sends to another."""
+
+    places: tuple[slice, ...]
+    counts: tuple[int, ...]
+    parts: int
+    sent: tuple[tuple[slice, ...], ...]
+    received: tuple[tuple[slice, ...], ...]
+    there: tuple[tuple[slice, ...], ...]
+    sums: tuple[Sum, ...]
+    rounds: int
 
 
 # Rows of the batch: the first, and the one after the last.
@@ -140,21 +172,155 @@ def gathered(layout: Layout, mask: Mask, rank: int, one_by_one: bool = False) ->
 
     rows = [batch_rows(layout, piece) for piece in layout.shards[rank]]
     place, held = Places(needed), Places(rows)
-    local, remote = between.local[rank], between.remote[rank]
+    local = _calls(layout, mask, between.local[rank], held, held, one_by_one)
+    remote = [
+        _calls(layout, mask, between.remote[r], _held(layout, r), Places(taken), one_by_one)
+        for r, taken in enumerate(between.needed)
+    ]
     return Schedule(
         count=place.count,
         own=tuple((held.of(run), place.of(run)) for run in runs_of(rows, needed)),
         sent=tuple(tuple(map(place.of, runs)) for runs in sent),
         received=tuple(tuple(map(place.of, between.runs[other][rank])) for other in ranks),
         there=tuple(map(there, ranks)),
-        calls=(
-            *_calls(layout, mask, local, held, held, one_by_one),
-            *_calls(layout, mask, remote, held, place, one_by_one),
-        ),
+        calls=(*local, *remote[rank]),
         rounds=between.rounds,
         most_received=between.most_received,
         counts=tuple(sum(b - a for a, b in rows) for rows in between.needed),
         fewest=between.fewest,
+        longest=max(_longest(layout, mask, theirs) for theirs in remote),
+        back=_returned(layout, between.needed, remote, [call.keys for call in local], rank),
+    )
+
+
+def _longest(layout: Layout, mask: Mask, calls: Sequence[Call]) -> float:
+    """How large a part one tile of keys may be of the tiles of the largest call."""
+    work = [
+        (sum(mask.tiles(p, layout.lengths[p.document]) for p in call.pieces), call)
+        for call in calls
+    ]
+    tiles, call = max(work, key=lambda both: both[0], default=(0, None))
+    return max(len(p) for p in call.pieces) / BLOCK / tiles if call and tiles else 0.0
+
+
+def _held(layout: Layout, rank: int) -> Places:
+    return Places([batch_rows(layout, piece) for piece in layout.shards[rank]])
+
+
+# A part of what a rank's calls find: the rank whose rows they are, these rows, and where they lie
+# among the rank's rows of gradients.
+_Found = tuple[int, slice, slice]
+
+
+def _returned(
+    layout: Layout,
+    needed: Sequence[tuple[Rows, ...]],
+    calls: Sequence[Sequence[Call]],
+    local: Sequence[slice],
+    rank: int,
+) -> Returned:
+    """needed, calls: of each rank. local: the keys of this rank's local calls."""
+    owners = sorted(
+        (*batch_rows(layout, piece), r, held.of(batch_rows(layout, piece)).start)
+        for r, held in enumerate(_held(layout, r) for r in range(len(layout.shards)))
+        for piece in layout.shards[r]
+    )
+    found = [_found_by(owners, rows, theirs) for rows, theirs in zip(needed, calls, strict=True)]
+    ranks = range(len(found))
+    moved = [[_moved(found[a], b) if a != b else [] for b in ranks] for a in ranks]
+    ends = [sum(call.keys.stop - call.keys.start for call in theirs) for theirs in calls]
+    received, begin, taken = [], 0, []
+    for r in ranks:
+        runs = []
+        for run in moved[r][rank]:
+            runs.append(slice(begin, begin + run.stop - run.start))
+            begin = runs[-1].stop
+        received.append(tuple(runs))
+        if r != rank:
+            first = runs[0].start if runs else 0
+            for owner, rows, _ in found[r]:
+                if owner == rank:
+                    taken.append((rows, slice(first, first + rows.stop - rows.start)))
+                    first = taken[-1][1].stop
+    own = [(rows, place) for owner, rows, place in found[rank] if owner == rank]
+    return Returned(
+        places=tuple(_places(call.keys for call in calls[rank])),
+        counts=tuple(ends),
+        parts=begin,
+        sent=tuple(map(tuple, moved[rank])),
+        received=tuple(received),
+        there=tuple(tuple(moved[r][rank]) for r in ranks),
+        sums=_sums(layout.tokens(rank), local, own, taken),
+        rounds=max(len(runs) for theirs in moved for runs in theirs),
+    )
+
+
+def _places(runs: Iterable[slice]) -> list[slice]:
+    """Slices as long as these, one after the other."""
+    ends = [0, *accumulate(run.stop - run.start for run in runs)]
+    return [slice(*both) for both in zip(ends, ends[1:], strict=False)]
+
+
+def _found_by(owners: Sequence[tuple], needed: Sequence[Rows], calls: Sequence[Call]) -> list:
+    """All that a rank's calls find, in the order of its gradients. owners: (begin, end, rank, its
+    row) of rows of the batch, in order."""
+    found: list[_Found] = []
+    starts = [begin for begin, *_ in owners]
+    gathered = [*zip(needed, _places(slice(*run) for run in needed), strict=True)]
+    for call, place in zip(calls, _places(call.keys for call in calls), strict=True):
+        for (begin, _), held in gathered:
+            low, high = max(held.start, call.keys.start), min(held.stop, call.keys.stop)
+            row, end = begin + low - held.start, begin + high - held.start
+            while row < end:
+                _, stop, owner, first = owners[index := bisect_right(starts, row) - 1]
+                stop, first = min(stop, end), first + row - starts[index]
+                to = place.start + low - call.keys.start
+                rows = slice(first, first + stop - row), slice(to, to + stop - row)
+                if found and _follow(found[-1], (owner, *rows)):
+                    rows = (
+                        slice(found[-1][1].start, rows[0].stop),
+                        slice(found.pop()[2].start, rows[1].stop),
+                    )
+                found.append((owner, *rows))
+                low, row = low + stop - row, stop
+    return found
+
+
+def _follow(a: _Found, b: _Found) -> bool:
+    return a[0] == b[0] and a[1].stop == b[1].start and a[2].stop == b[2].start
+
+
+def _moved(found: Sequence[_Found], rank: int) -> list[slice]:
+    """The rows of gradients that a rank gets, as few slices."""
+    moved: list[slice] = []
+    for owner, _, place in found:
+        if owner == rank:
+            if moved and moved[-1].stop == place.start:
+                place = slice(moved.pop().start, place.stop)
+            moved.append(place)
+    return moved
+
+
+def _sums(count: int, local: Sequence[slice], own: Sequence, taken: Sequence) -> tuple[Sum, ...]:
+    """own, taken: (rows, where they are)."""
+    runs = [*local, *(rows for rows, _ in (*own, *taken))]
+    cuts = sorted({0, count, *(run.start for run in runs), *(run.stop for run in runs)})
+
+    def within(parts: Sequence, begin: int, end: int) -> tuple[slice, ...]:
+        return tuple(
+            slice(place.start + begin - rows.start, place.start + end - rows.start)
+            for rows, place in parts
+            if rows.start <= begin and end <= rows.stop
+        )
+
+    return tuple(
+        Sum(
+            slice(begin, end),
+            any(run.start <= begin and end <= run.stop for run in local),
+            within(own, begin, end),
+            within(taken, begin, end),
+        )
+        for begin, end in zip(cuts, cuts[1:], strict=False)
     )
 
 

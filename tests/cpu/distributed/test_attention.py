@@ -123,7 +123,7 @@ class Mapped:
         size = math.prod(shape) * dtype.itemsize
         return every[begin : begin + size].view(dtype).view(shape)
 
-    def pull(self, pairs: Any) -> Any:
+    def pull(self, pairs: Any, after: Any, of_keys: bool) -> Any:
         # At the latest moment.
         return SimpleNamespace(wait=lambda: [into.copy_(rows) for into, rows in pairs])
 
@@ -143,7 +143,7 @@ def by_reading(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather, "groups", groups)
         of_plan = import_module("heedful.distributed.plan")
-        patch.setattr(of_plan, "peers_of", lambda group, size: made)
+        patch.setattr(of_plan, "peers_of", lambda group, size: (made, ""))
         return computed(rank, count, case, "copy", layout), made._steps
 
 

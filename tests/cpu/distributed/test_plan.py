@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from heedful.distributed import ContextPlan, attention, cost, plan
 from heedful.distributed.layouts import BLOCK, CAUSAL, LAYOUTS, Mask, Piece
-from heedful.distributed.schedules import Schedule, gathered, rows_of, spread_heads
+from heedful.distributed.schedules import Schedule, crossing, gathered, rows_of, spread_heads
 from support.runs.ranks import Ranks
 
 LENGTHS = [700, 1, 155, 0, 256]
@@ -285,13 +286,26 @@ def test_longer_documents_and_fewer_ranks_waste_less():
 def test_a_call_asks_for_few_keys_at_once_and_a_replay_in_groups():
     def sizes(length: int, replayed: bool, backward: bool = False) -> list[int]:
         layout = LAYOUTS["zigzag"]([length], 2, CAUSAL)
-        needs = cost.crossing(layout, CAUSAL)
+        needs = gathered(layout, CAUSAL, 0)
         return cost.head_groups(needs, (32, 8), (128, 128), 2, backward, replayed)[0]
 
     # 32 MiB arrive sooner than the host asks for another group.
     assert sizes(16384, True) == [2, 6] and sizes(16384, False) == [8]
     assert len(sizes(131072, False)) == len(sizes(131072, True)) == 2
     assert sizes(16384, False, backward=True) == sizes(16384, True, backward=True)
+
+
+@pytest.mark.parametrize(("length", "sizes"), [(16384, [2, 4, 2]), (65536, [1, 6, 1])])
+def test_no_tile_of_keys_takes_longer_than_a_group_of_a_backward_over_all_SMs(length, sizes):
+    layout = LAYOUTS["zigzag"]([length], 2, CAUSAL)
+    schedules = [gathered(layout, CAUSAL, rank) for rank in range(2)]
+    for schedule in schedules:
+        assert cost.head_groups(schedule, (32, 8), (128, 128), 2, True, True)[0] == sizes
+        for call in schedule.calls:
+            tiles = sum(CAUSAL.tiles(piece, length) for piece in call.pieces)
+            # Half a head more or less is rounded.
+            most = max(map(len, call.pieces)) / BLOCK
+            assert call.is_local or most <= (sizes[0] + 0.5) * tiles / cost.SMS
 
 
 def dies(rank: int, count: int, when: str) -> tuple[str, float]:
@@ -320,3 +334,42 @@ def test_the_others_raise_soon_after_a_rank_has_died(tmp_path, when):
         assert answer[0] and answer[1] < 10
     finally:
         made.close()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_each_part_of_a_keys_gradient_is_summed_once_by_the_rank_that_has_it(seed):
+    drawn = random.Random(seed)
+    ranks, masks = drawn.choice([2, 3, 4]), [(None, None), (None, 0), (200, 0), (60, 40)]
+    lengths = [drawn.choice([0, 1, 130, 700, 1500, 256]) for _ in range(drawn.choice([1, 3, 5]))]
+    mask = Mask(*drawn.choice(masks), first=drawn.choice([0, 40]))
+    layout = LAYOUTS[drawn.choice(sorted(LAYOUTS))](lengths, ranks, mask)
+    schedules = [gathered(layout, mask, rank) for rank in range(ranks)]
+    values = np.random.default_rng(seed)
+    want, remote, local = np.zeros(sum(lengths)), [], []
+    for rank, schedule in enumerate(schedules):
+        spans = [np.arange(*rows) for rows in crossing(layout, mask).needed[rank]]
+        needed, rows = np.concatenate([*spans, np.arange(0)]), rows_of(layout, rank)
+        remote.append(np.full(schedule.back.counts[rank], np.nan))
+        local.append(np.full(len(rows), np.nan))
+        places = iter(schedule.back.places)
+        for call in schedule.calls:
+            part = values.random(call.keys.stop - call.keys.start)
+            np.add.at(want, (rows if call.is_local else needed)[call.keys], part)
+            if call.is_local:
+                local[rank][call.keys] = part
+            else:
+                remote[rank][next(places)] = part
+    for rank, schedule in enumerate(schedules):
+        back, parts = schedule.back, np.full(schedule.back.parts, np.nan)
+        for other, theirs in enumerate(schedules):
+            assert theirs.back.sent[rank] == back.there[other]
+            for into, rows in zip(back.received[other], back.there[other], strict=True):
+                parts[into] = remote[other][rows]
+        found = np.full(layout.tokens(rank), np.nan)
+        for rows in back.sums:
+            found[rows.rows] = local[rank][rows.rows] if rows.is_local else 0.0
+            for run in rows.own:
+                found[rows.rows] += remote[rank][run]
+            for run in rows.received:
+                found[rows.rows] += parts[run]
+        np.testing.assert_allclose(found, want[rows_of(layout, rank)])

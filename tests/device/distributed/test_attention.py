@@ -47,7 +47,9 @@ def test_gpus_compute_what_the_oracle_does(ranks, name, dim, strategy, layout):
 def replayed(rank: int, count: int, strategy: str, lengths: list[int]) -> list[bool]:
     """Whether a graph that was captured with other values gives the bits of one captured with
     these. A call's may differ: it may send all heads at once."""
-    by: dict[str, Any] = {"transport": "copy"} if strategy == "copy" else {"strategy": strategy}
+    by: dict[str, Any] = {"strategy": strategy, "transport": "send"}
+    if strategy == "copy":
+        by = {"transport": "copy"}
     made = plan(lengths=lengths, heads_q=16, heads_k=8, head_dim=64, **by)
     shapes = [(made.tokens, heads, 64) for heads in (16, 8, 8, 16)]
     q, k, v, dout = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes)

@@ -73,3 +73,24 @@ def test_a_captured_backward_computes_what_the_call_computes():
     graph.replay()
     for one, other in zip(got, backward(), strict=True):
         assert torch.equal(one, other)
+
+
+INTO = [replace(case, deterministic=True) for case in CASES if not case.page_size]
+
+
+@pytest.mark.parametrize("case", INTO, ids=str)
+def test_gradients_written_into_rows_with_gaps_have_the_bits_of_others(case):
+    built = build(case, "cuda")
+    keywords: dict[str, Any] = keywords_of(built) | {"dlse": built.dlse}
+    out, lse, *_ = api.call(built, api._leaves(replace(built, dout=None)))
+    given: Any = (built.dout, *built.x[:3], out, lse)
+    want: Any = heedful.attention_backward(*given, **keywords)
+    wider = ((*x.shape[:-2], x.shape[-2] + 1, x.shape[-1] + 8) for x in built.x[:3])
+    for shapes in [tuple(wider)] * 2:
+        made = [x.new_full(s, torch.nan) for s, x in zip(shapes, built.x, strict=False)]
+        into = [x[..., :-1, :-8] for x in made]
+        got: Any = heedful.attention_backward(*given, **keywords, into=into)
+        for place, grad, true in zip(into, got, want, strict=False):
+            assert grad is place and torch.equal(place, true)
+        # Nothing beside them is written.
+        assert all(x[..., -1, :].isnan().all() and x[..., -8:].isnan().all() for x in made)

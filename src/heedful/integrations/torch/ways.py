@@ -52,7 +52,7 @@ def _latest(q: Tensor, k: Tensor, v: Tensor, options: Options, out=None) -> Call
     base = (torch.is_grad_enabled(), options[0], options[3:], *map(type, options[NUMBERS]))
     # The key under which `attend` keeps its latest call.
     key: Any = (base, (options.max_seqlen_q, options.max_seqlen_k))
-    call = CALLS.latest.get(key if out is None else (*key, type(out), type(None)))
+    call = CALLS.latest.get(key if out is None else (*key, type(out), type(None), q.shape))
     likeness = call and call.run_on and call.likeness
     return call if likeness and likeness.addresses((q, k, v, *ABSENT, out)) else None
 

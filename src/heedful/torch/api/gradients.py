@@ -15,12 +15,15 @@ from heedful.core.call.arguments import (
     new_options,
     one_sink,
 )
-from heedful.core.call.describe import check_packed
+from heedful.core.call.describe import check_last_dim, check_packed, check_writable
 from heedful.core.call.operands import Gradients, Operands
 from heedful.masks.block_mask import BlockMask, block_operands
 from heedful.torch.api.attention import plain_lengths
+from heedful.torch.base.arrays import array_spec
 from heedful.torch.base.dispatch import is_bare, needs_dispatcher
 from heedful.torch.eager.calls import CALLS
+from heedful.torch.eager.written import write
+from heedful.torch.operands.checks import check_tensor
 from heedful.torch.operands.plain import plain_origin, plain_window
 from heedful.torch.operands.values import is_readable
 from heedful.torch.traced import library
@@ -63,6 +66,8 @@ def attention_backward(
     dropout_origin: Sequence[int] | Tensor = WHOLE,
     bias_grad: bool = True,
     backend: str | None = None,
+    into: Sequence[Tensor] | None = None,
+    accumulate: Sequence[Tensor] | None = None,
 ) -> Gradients:
     """The gradients of sum(out * dout) + sum(lse * dlse) with respect to the inputs of a call of
     `flash_attn_func`, or with cu_seqlens_q of `flash_attn_varlen_func`. Arguments that are not
@@ -81,10 +86,15 @@ def attention_backward(
             block_table come with it alone, leftpad_k without it.
         dropout_seed: the seed that the call had; required if dropout_p > 0.
         bias_grad: whether the gradient of a bias is computed; a bool bias has none.
+        into: tensors (dq, dk, dv) to write into: as q, k and v, of any strides with a contiguous
+            last dim.
+        accumulate: float32 tensors (dq, dk, dv), to which these gradients are added, once they are
+            rounded to the dtypes of q, k and v. At most one of the two may be passed.
 
     Returns:
         A named tuple (dq, dk, dv, dbias, dsink, drel_bias), each in the shape and dtype of its
         input; the last three are None where there is no such input, dbias also without bias_grad.
+        The first three are those of `into` or `accumulate` where passed.
 
     Raises:
         TypeError, ValueError: naming the argument, before anything is launched.
@@ -139,9 +149,58 @@ def attention_backward(
         longest = (max_seqlen_q, max_seqlen_k) if packed else None
         x = x._replace(**block_operands(block_mask, q, k, is_readable, longest=longest))
     saved = dout, dlse, out, lse
+    places = None if into is accumulate is None else check_places(x, saved, into, accumulate)
     if dispatched or wants_gradients((*x, *saved)):
-        return library.differentiate(x, options, saved, dropout_seed, bias_grad)
-    return eager(x, options, saved, dropout_seed, bias_grad)
+        grads = library.differentiate(x, options, saved, dropout_seed, bias_grad)
+    elif into is not None:
+        return _into(x, options, saved, dropout_seed, bias_grad, tuple(into))
+    else:
+        grads = eager(x, options, saved, dropout_seed, bias_grad)
+    return grads if places is None else _put(grads, places, accumulate is not None)
+
+
+def check_places(x: Operands, saved: tuple, into, accumulate) -> tuple[Tensor, ...]:
+    """The caller's tensors for gradients. Raises TypeError or ValueError naming the argument."""
+    if into is not None and accumulate is not None:
+        raise ValueError("into must be None where accumulate is passed, got both")
+    name, places = ("into", into) if into is not None else ("accumulate", accumulate)
+    if not isinstance(places, (tuple, list)) or len(places) != 3:
+        raise TypeError(f"{name} must be (dq, dk, dv), got {type(places).__name__}")
+    for number, (place, operand) in enumerate(zip(places, x[:3], strict=True)):
+        of = f"{name}[{number}]"
+        check_tensor(of, place, x.q.device)
+        wanted = torch.float32 if into is None else operand.dtype
+        if place.dtype != wanted:
+            raise TypeError(f"{of} must be {wanted}, got {place.dtype}")
+        if place.shape != operand.shape:
+            raise ValueError(f"{of} must be {tuple(operand.shape)}, got {tuple(place.shape)}")
+        check_last_dim(of, array_spec(place))
+        check_writable(of, array_spec(place))
+        if place.requires_grad:
+            raise ValueError(f"{of} must not require a gradient: it is written in place")
+    return tuple(places)
+
+
+def _put(grads: Gradients, places: tuple[Tensor, ...], adds: bool) -> Gradients:
+    for place, grad in zip(places, grads, strict=False):
+        place.add_(grad) if adds else place.copy_(grad)
+    return grads._replace(dq=places[0], dk=places[1], dv=places[2])
+
+
+def _into(x: Operands, options: Options, saved, seed, bias_grad: bool, places: tuple) -> Gradients:
+    """`eager` that writes dq, dk and dv into these tensors."""
+    dout, dlse, out, lse = saved
+    # Parts of a step differ in shapes alone.
+    shapes = x.q.shape, x.k.shape
+    last_key = "into", shapes, known_as(x, options, saved, seed, bias_grad)
+    call = CALLS.latest.get(last_key)
+    if call is not None and (dlse is None or _lies_as(dlse, lse)):
+        kept = *call.backwards.pick(x if call.plain else call.seeded(x, seed)), out, lse
+        grads = write(call.backwards, kept, dout, dlse, places, is_like=True)
+        if grads is not None:
+            return library.own_gradients(grads, x)
+    grads = library.differentiate(x, options, saved, seed, bias_grad, last_key, places=places)
+    return grads if grads.dq is places[0] else _put(grads, places, False)
 
 
 def known_as(x: Operands, options: Options, saved: tuple, seed, bias_grad, laid_out=False) -> tuple:

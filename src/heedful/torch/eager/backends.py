@@ -214,12 +214,12 @@ class GpuRunner:
 
         return self.case.outs.of(kind).find(values, make)
 
-    def backward_of(self, x: Operands, out, lse, dout, dlse=None, laid_out=False) -> Backward:
+    def backward_of(self, x: Operands, out, lse, dout, dlse=None, *places: Any) -> Backward:
         """The backward on tensors with the layouts of these, which may differ from the
-        forward's. laid_out: as in a GpuBackward."""
+        forward's. places: laid_out and into, as in a GpuBackward."""
         if self._like.page_size:
             return GatheredBackward(self.plan, self.case)
-        return GpuBackward(self.plan, self.case.backwards, x, out, lse, dout, dlse, laid_out)
+        return GpuBackward(self.plan, self.case.backwards, x, out, lse, dout, dlse, *places)
 
     def backward_like(
         self, tensors: Sequence[torch.Tensor], slot: int, once: bool
@@ -265,9 +265,11 @@ class GpuBackward:
 
     __slots__ = ("copied", "kinds", "_cases", "_others", "_pick", "_run", "_sizes")
 
-    def __init__(self, plan: Plan, kinds: Kinds, x: Operands, out, lse, dout, dlse, laid_out=False):
+    def __init__(self, plan: Plan, kinds: Kinds, x, out, lse, dout, dlse, laid_out=False, into=()):
         """kinds: the forward's `backwards`. laid_out: a gradient is dense, with its dims in the
-        order in which those of its operand lie in memory; else it is contiguous."""
+        order in which those of its operand lie in memory; else it is contiguous. into: the caller's
+        dq, dk and dv, which `run_on` writes: their addresses follow the others, and it returns
+        other gradients alone."""
         device = x.q.device
         features = plan.variant_of("backward").features
         mapped = () if "unaligned" in features else ("q", "k", "v", "dout")
@@ -279,8 +281,9 @@ class GpuBackward:
         tensors = {**inputs, "out": out, "lse": lse, "dout": dout}
         if dlse is not None:
             tensors["dlse"] = dlse
-        self._others = x.sink is not None, x.rel_bias is not None
-        names = ["dq", "dk", "dv"] + ["dbias"] * plan.problem.bias_grad
+        tensors |= zip(Gradients._fields, into, strict=False)
+        self._others = x.sink is not None, x.rel_bias is not None, [None] * len(into)
+        names = ["dq", "dk", "dv"] * (not into) + ["dbias"] * plan.problem.bias_grad
         names += ["dsink"] * self._others[0] + ["drel_bias"] * self._others[1]
         kind, values = of_call(plan.problem, tensors)
 
@@ -310,7 +313,7 @@ class GpuBackward:
         case, numbers = self._cases.find(values, make)
         self._run: Run = case.bind(numbers)
         aligned = all([array.aligned for array in kind[2:]])
-        is_simple = aligned and not self.copied and len(names) == 3
+        is_simple = aligned and not self.copied and len(names) == 3 and not into
         self.kinds = kind[2:] if is_simple else ()
         self._sizes = Sizes(_LENGTHS, [*tensors.values()], kind[2:])
 
@@ -335,18 +338,16 @@ class GpuBackward:
         and v."""
         if self.copied:
             x, dout = self._mappable(x, dout)
-        tensors = [*self._pick(x), out, lse, dout]
-        if dlse is not None:
-            tensors.append(dlse)
+        tensors = [*self._pick(x), out, lse, dout, *([] if dlse is None else [dlse])]
         return self.run_on([*map(address_of, tensors)])
 
     def run_on(self, addresses: list[int]) -> Gradients:
         """The same, from the addresses of those of x, out, lse, dout and dlse that are there, in
         this order, if nothing is copied."""
         gradients = self._run(addresses)
-        if len(gradients) == 3:
+        if len(gradients) == 3 and not self._others[2]:
             return _named(Gradients, (*gradients, None, None, None))
-        dq, dk, dv, *more = gradients
+        dq, dk, dv, *more = self._others[2] + gradients
         drel_bias = more.pop() if self._others[1] else None
         dsink = more.pop() if self._others[0] else None
         return Gradients(dq, dk, dv, more.pop() if more else None, dsink, drel_bias)

@@ -48,22 +48,22 @@ class Backwards:
         self._device, self._options = x.q.device, options
         present = [index for index, tensor in enumerate(x) if tensor is not None]
         self._present, self.pick = present, itemgetter(*present)
-        self._names = (*(Operands._fields[index] for index in present), "out", "lse")
+        self.names = (*(Operands._fields[index] for index in present), "out", "lse")
         self._dtypes = [tensor.dtype for tensor in self.pick(x)]
         self._begin(runner, x)
 
     def _begin(self, runner, x: Sequence[Any]) -> None:
-        self._runner = runner
+        self.runner = runner
         self._shapes = [tensor.shape for tensor in self.pick(x)]
         # The latest layouts by slot: of a backward without and with a gradient of the lse, and of
-        # one without whose gradients lie as their operands do.
-        self.latest: list[_Layout | None] = [None, None, None]
+        # one without whose gradients lie as their operands do; last the Written, if there is one.
+        self.latest: list[Any] = [None, None, None, None]
         self._layouts: dict[tuple, _Layout] = {}
 
     def at(self, runner, x: Sequence[Any]) -> "Backwards":
         """The backwards of the same call at other lengths."""
         made = object.__new__(Backwards)
-        made._device, made.pick, made._names = self._device, self.pick, self._names
+        made._device, made.pick, made.names = self._device, self.pick, self.names
         made._present, made._dtypes = self._present, self._dtypes
         made._options = self._options
         made._begin(runner, x)
@@ -116,14 +116,14 @@ class Backwards:
         bit, wrappers, batches of gradients."""
         *saved, dout = tensors
         if is_dispatched:
-            for name, tensor in zip((*self._names, "dout", "dlse"), (*tensors, dlse), strict=True):
+            for name, tensor in zip((*self.names, "dout", "dlse"), (*tensors, dlse), strict=True):
                 check_bare(name, tensor)
-        x, options = self._operands(saved), self._options
+        x, options = self.operands(saved), self._options
         if options.kind == "varlen":
-            problem = self._runner.problem
+            problem = self.runner.problem
             longest = {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}
             options = options._replace(**longest)
-        bias_grad = self._runner.problem.bias_grad
+        bias_grad = self.runner.problem.bias_grad
         dq, dk, dv, *more = torch.ops.heedful.attention_v7_backward.default(
             dout, dlse, *saved[-2:], *x, *options, bias_grad, kv_grad
         )
@@ -147,12 +147,12 @@ class Backwards:
             layout = self._find(tensors, dlse, slot)
         if layout.run_on is not None:
             return layout.run_on(addresses if dlse is None else [*addresses, dlse.data_ptr()])
-        x, (out, lse) = self._operands(tensors), saved[-2:]
+        x, (out, lse) = self.operands(tensors), saved[-2:]
         if not layout.is_plain:
             x, out, lse = adapt(x, layout.steps), dense_rows(out), lse.contiguous()
         return layout.run(x, out, lse, dout, dlse, kv_grad)
 
-    def _operands(self, tensors: Sequence[Tensor]) -> Operands:
+    def operands(self, tensors: Sequence[Tensor]) -> Operands:
         """The operands among the tensors: the first ones."""
         x: list[Tensor | None] = [None] * len(Operands._fields)
         for index, tensor in zip(self._present, tensors, strict=False):
@@ -192,30 +192,30 @@ class Backwards:
             return None
         once = latest is None
         whole = tensors if dlse is None else (*tensors, dlse)
-        run = self._runner.backward_like(whole, slot, once)
+        run = self.runner.backward_like(whole, slot, once)
         if run is None:
             return None
         return _Layout(None if once else Likeness(tensors), (), run, True, run.run_on)
 
     def _new(self, tensors: tuple[Tensor, ...], dlse: Tensor | None, slot: int) -> _Layout:
-        problem = self._runner.problem
+        problem = self.runner.problem
         out_kind = problem.out_shape, getattr(torch, problem.out_dtype)
         of_operands = zip(self._shapes, self._dtypes, strict=True)
         kinds = (*of_operands, out_kind, (problem.lse_shape, torch.float32))
-        for name, tensor, kind in zip(self._names, tensors, kinds, strict=False):
+        for name, tensor, kind in zip(self.names, tensors, kinds, strict=False):
             check_restored(name, tensor, *kind, self._device)
             check_bare(name, tensor)
-        x, (out, lse, dout) = self._operands(tensors), tensors[-3:]
+        x, (out, lse, dout) = self.operands(tensors), tensors[-3:]
         steps = adaptations(x, problem)
         dense = dense_rows(out), lse.contiguous()
-        run = self._runner.backward_of(adapt(x, steps), *dense, dout, dlse, slot == 2)
+        run = self.runner.backward_of(adapt(x, steps), *dense, dout, dlse, slot == 2)
         is_plain, run_on = not steps and dense[0] is out and lse.is_contiguous(), None
         if is_plain and isinstance(run, GpuBackward):
             run_on = None if run.copied else run.run_on
             if run.kinds:
                 # It can be found again, since only lengths differ.
                 likeness = Likeness(tensors if dlse is None else (*tensors, dlse), run.kinds)
-                self._runner.case.latest[slot] = likeness, run
+                self.runner.case.latest[slot] = likeness, run
         return _Layout(Likeness(tensors), steps, run, is_plain, run_on)
 
 

@@ -19,6 +19,7 @@ from heedful.torch.base.dispatch import are_bare, has_shards, needs_dispatcher
 from heedful.torch.eager.calls import CALLS, Call, make, make_seed, results_of, returned
 from heedful.torch.eager.calls import attend as eager_attend
 from heedful.torch.eager.keys import named_tensors, tensor_keys
+from heedful.torch.eager.written import write
 from heedful.torch.operands.adapt import autocast, bias_gradient
 from heedful.torch.operands.checks import (
     attention_call,
@@ -141,11 +142,13 @@ def differentiate(
     bias_grad,
     known_as: Any = None,
     laid_out: bool = False,
+    places: tuple[Tensor, ...] = (),
 ) -> Gradients:
     """The gradients of a call, through the dispatcher if a tracer or transform must see it. saved:
     the caller's dout, dlse, out, lse. seed: dropout_seed. known_as: the options under which the
-    call is kept, if it runs at once. laid_out: as in Backwards, for such a call alone. Raises
-    TypeError or ValueError naming the argument.
+    call is kept, if it runs at once. laid_out: as in Backwards, for such a call alone.
+    places: dq, dk and dv that such a call writes. Raises TypeError or ValueError naming the
+    argument.
     """
     has_parts = has_shards((*x, *saved, seed))
     check_tensors(x, options)
@@ -166,7 +169,7 @@ def differentiate(
         if call.checks:
             call.operands(x, x.seed)
         CALLS.latest[known_as] = call
-        return own_gradients(_gradients(call, x, saved, True, laid_out), x)
+        return own_gradients(_gradients(call, x, saved, True, laid_out, places), x)
     if has_parts:
         take_shards()
     if not is_compiling():
@@ -196,11 +199,17 @@ def _problem(x: Operands, options: Options, bias_grad: bool) -> AttentionProblem
     return check(attention_call(x, options, (True, bias_grad), spec=abstract_spec))
 
 
-def _gradients(call: Call, x: Operands, saved: tuple, kv_grad: bool, laid_out=False) -> Gradients:
+def _gradients(
+    call: Call, x: Operands, saved: tuple, kv_grad: bool, laid_out=False, places=()
+) -> Gradients:
     """The gradients of a bound call on plain tensors, as its kernels give them."""
     dout, dlse, out, lse = saved
     assert call.backwards is not None
     kept = *call.backwards.pick(x if call.plain else call.seeded(x, x.seed)), out, lse
+    if places:
+        grads = write(call.backwards, kept, dout, dlse, places)
+        assert grads is not None
+        return grads
     return call.backwards(kept, dout, dlse, kv_grad, True, laid_out)
 
 

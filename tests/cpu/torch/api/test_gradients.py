@@ -265,3 +265,54 @@ def test_gradients_from_parts_of_the_keys_add_up_to_those_of_all(length, dropout
         # A few roundings of sums of as many terms as there are keys, and of lse.
         rounded = 2**-18 + 2**-22 * float(lse.abs().max())
         assert (got - part).abs().max() <= got.abs().max() * rounded
+
+
+PLACES = [*DENSE[:4], Case(causal=True, sink=True, bias="bhqk", lse_grad=True), *PACKED[:3]]
+
+
+def places(built, of: str) -> tuple[Any, ...]:
+    """Memory for dq, dk and dv: rows with gaps; for sums ones in float32."""
+    if of == "accumulate":
+        return tuple(torch.ones(x.shape) for x in built.x[:3])
+    wider = ((*x.shape[:-2], x.shape[-2] + 1, x.shape[-1] + 8) for x in built.x[:3])
+    made = [torch.full(s, torch.nan, dtype=x.dtype) for s, x in zip(wider, built.x, strict=False)]
+    return tuple(x[..., :-1, :-8] for x in made)
+
+
+@pytest.mark.parametrize("case", PLACES, ids=str)
+@pytest.mark.parametrize("of", ["into", "accumulate"])
+def test_gradients_may_be_written_or_added_where_the_caller_says(case, of):
+    built = build(case)
+    keywords = keywords_of(built)
+    out, lse, *_ = api.call(built, api._leaves(replace(built, dout=None)))
+    given: Any = (built.dout, *built.x[:3], out, lse)
+    keywords["dlse"] = built.dlse
+    want: Any = heedful.attention_backward(*given, **keywords)
+    mine = places(built, of)
+    got: Any = heedful.attention_backward(*given, **keywords, **{of: mine})
+    for place, grad, true in zip(mine, got, want, strict=False):
+        assert grad is place
+        assert torch.equal(place, true.float() + 1 if of == "accumulate" else true)
+    for grad, true in zip(got[3:], want[3:], strict=True):
+        assert grad is true is None or torch.equal(grad, true)
+
+
+@pytest.mark.parametrize("of", ["into", "accumulate"])
+def test_wrong_places_for_gradients_are_refused_by_name(of):
+    dout, q, k, v = tensors()
+    out, lse = heedful.flash_attn_func(q, k, v, return_lse=True)
+    good: list[Any] = [torch.zeros_like(x) for x in (q, k, v)]
+    wrong: list[tuple[Any, str]] = [
+        (good[0], rf"{of} must be \(dq, dk, dv\)"),
+        (good[:2], rf"{of} must be \(dq, dk, dv\)"),
+        ([good[0], good[1][:1], good[2]], rf"{of}\[1\] must be \(2, 7, 2, 16\)"),
+        ([good[0], good[1], good[2].half()], rf"{of}\[2\] must be torch.float32"),
+        ([good[0].transpose(1, 2).contiguous().transpose(1, 2), *good[1:]], ""),
+    ]
+    for value, message in wrong[:-1]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            heedful.attention_backward(dout, q, k, v, out, lse, **{of: value})
+    with pytest.raises(ValueError, match="into must be None where accumulate is passed"):
+        heedful.attention_backward(dout, q, k, v, out, lse, into=good, accumulate=good)
+    with pytest.raises(ValueError, match=r"into\[1\] must have memory of its own"):
+        heedful.attention_backward(dout, q, k, v, out, lse, into=[good[0], k, good[2]])

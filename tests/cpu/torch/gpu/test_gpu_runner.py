@@ -14,11 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import heedful
 from heedful.core.call.operands import Operands
 from heedful.core.call.problem import AttentionProblem
+from heedful.torch import attention_backward
 from heedful.torch.eager import backends
 from support.problems import budget
 from support.problems.cases import Case, build
 from support.problems.grids import in_turns
 from support.runs import api, standin
+from support.runs.gradients import keywords_of
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
 BASE = Case(seqlen_q=19, seqlen_k=27, head_dim=16, heads_q=4)
@@ -46,6 +48,28 @@ def test_calls_are_within_the_budget(case):
     with standin.gpu(interprets=True, tiles=(16, 16)) as gpu:
         budget.check(built, api.results(built))
     assert gpu.launches
+
+
+@interpreted
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
+def test_kernels_write_gradients_into_rows_with_gaps(case):
+    built = build(replace(case, deterministic=True))
+    keywords = keywords_of(built) | {"dlse": built.dlse}
+    with standin.gpu(interprets=True, tiles=(16, 16)) as gpu:
+        out, lse, *_ = api.call(built, api._leaves(replace(built, dout=None)))
+        tensors: Any = (built.dout, *built.x[:3], out, lse)
+        want: Any = attention_backward(*tensors, **keywords)
+        for _ in range(2):
+            wider = ((*x.shape[:-2], x.shape[-2] + 1, x.shape[-1] + 8) for x in built.x[:3])
+            made = [torch.full(shape, torch.nan) for shape in wider]
+            into = [x[..., :-1, :-8] for x in made]
+            got: Any = attention_backward(*tensors, **keywords, into=into)
+            for place, grad, true in zip(into, got, want, strict=False):
+                assert grad is place and torch.equal(place, true)
+            assert all(x[..., -1, :].isnan().all() and x[..., -8:].isnan().all() for x in made)
+        addresses = {value for launch in gpu.launches for value in launch.arguments.values()}
+        # Operands with a bias are adapted first; gradients are then copied.
+        assert bool(case.bias) or all(place.data_ptr() in addresses for place in into)
 
 
 def test_a_forward_that_was_bound_ahead_is_not_bound_again():
