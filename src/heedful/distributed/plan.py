@@ -211,7 +211,7 @@ def plan(
     window_size: Sequence[int] = (-1, -1),
     layout: str = "auto",
     strategy: str = "auto",
-    transport: str = "auto",
+    transport: str = "send",
     options: Mapping[str, Any] | None = None,
 ) -> ContextPlan:
     """Decides which tokens of a batch each rank of a group holds, and how keys are exchanged.
@@ -234,7 +234,8 @@ def plan(
             first two whose forward takes less, by `cost`.
         transport: "send", by the group's backend; "copy", for "gather" alone: GPUs of one host
             copy rows out of each other's memory, beside kernels that hold all SMs; or "auto", which
-            copies where it can. The memory is the group's, and stays.
+            copies where it can. The memory is the group's, and stays. Copies of this form have not
+            run on GPUs yet, so they are not the default.
         options: anything else that ranks should agree on, compared by its repr.
 
     Returns:
