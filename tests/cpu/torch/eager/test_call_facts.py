@@ -184,7 +184,7 @@ def test_a_call_of_other_lengths_shares_all_but_its_runner():
     assert (other.runner, other.forward, other.problem) == (runner, "its forward", "its problem")
     assert other.likeness is None
     assert other.backwards is not None and other.backwards is not call.backwards
-    assert other.backwards._runner is runner and other.backwards._device == CPU
+    assert other.backwards.runner is runner and other.backwards._device == CPU
     plain = Call(x, Options("dense"), (False, False), None)
     plain.runner = call.runner
     assert plain.at([], (), x, False).backwards is None
