@@ -188,10 +188,19 @@ def work_tile_at(params, scheduler, index):
 
 
 @gluon.constexpr_function
+def are_absent(*pointers):
+    """Whether a call has none of these."""
+    return all(pointer is None for pointer in pointers)
+
+
+@gluon.jit
 def have_one_size(varlen_tiles, seqs):
     """Whether all sequences have the same queries and keys."""
-    lengths = (varlen_tiles, seqs.cu_k, seqs.used_q, seqs.used_k, seqs.leftpad_k)
-    return all(length is None for length in lengths)
+    # Triton 3.6 hands a function of constants no group that has an absent pointer.
+    ABSENT: gl.constexpr = are_absent(
+        varlen_tiles, seqs.cu_k, seqs.used_q, seqs.used_k, seqs.leftpad_k
+    )
+    return ABSENT
 
 
 @gluon.jit
