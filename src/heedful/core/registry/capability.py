@@ -318,9 +318,6 @@ def _hopper_backward(name: str, features: set[str], max_dim: int, *more: Gate) -
             *(*_TMA_GATES, gates.aligned_draws, gates.near_softcap),
             *(gates.lists_of_the_hopper_backward, *more),
         ),
-        unrun=frozenset()
-        if name == "backward"
-        else frozenset({"block_mask", "dropout"} & features),
     )
 
 
@@ -339,7 +336,6 @@ VARIANTS: tuple[Variant, ...] = (
         "mla_converting_pair",
         *(gates.few_rows, gates.rows_of_pairs, *_IF_STORED),
         **_STORED,
-        unrun=frozenset({"causal", "diagonal", "kv_batch_idx", "leftpad_k"}),
     ),
     _latent("mla_converting", gates.few_rows, *_IF_STORED, **_STORED),
     _on_hopper(
@@ -406,6 +402,7 @@ VARIANTS: tuple[Variant, ...] = (
         triton=(3, 6),
         gates=(*_HOPPER_GATES, *gates.OF_THE_HOPPER_FORWARD),
         varies=None,
+        unrun=frozenset({"max_scores"}),
     ),
     _on_hopper(
         "hopper",
@@ -493,6 +490,7 @@ VARIANTS: tuple[Variant, ...] = (
         ),
         configs=("portable.forward", "portable.scores"),
         program="heedful.launch.bind.portable",
+        unrun=frozenset({"max_scores"}),
     ),
     _hopper_backward("backward", {*_TAKEN, "deterministic"}, 128, gates.equal_head_dims),
     # Consumers add to dQ themselves, and take no turns. Words of a block mask have no room.

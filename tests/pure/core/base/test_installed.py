@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,23 @@ from heedful.core.base import installed
 from heedful.launch.code import identity
 
 
+def imported() -> list[str]:
+    """Modules of Triton that this process has."""
+    return [name for name in sys.modules if name.split(".")[0] == "triton"]
+
+
 @pytest.fixture
-def site(tmp_path, monkeypatch):
+def site(tmp_path, monkeypatch) -> Iterator[Path]:
     """A site-packages folder, the only one; nothing of Triton has been imported."""
     stdlib = [p for p in sys.path if not p.endswith(("site-packages", "dist-packages"))]
     monkeypatch.setattr(sys, "path", [str(tmp_path), *stdlib])
-    for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
+    for name in imported():
         monkeypatch.delitem(sys.modules, name)
     importlib.invalidate_caches()
-    return tmp_path
+    yield tmp_path
+    # A test may have imported the folder's own, which others are not to find.
+    for name in imported():
+        del sys.modules[name]
 
 
 def distribution(site: Path, name: str, version: str) -> None:
