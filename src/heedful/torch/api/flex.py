@@ -84,6 +84,8 @@ def flex_attention(
     arguments: Any = {"softmax_scale": scale, "block_mask": block_mask, "backend": backend}
     if return_aux is None:
         return flash_attn_func(q, k, v, **arguments).transpose(1, 2)
+    if not hasattr(return_aux, "lse"):
+        raise TypeError(f"return_aux must be an AuxRequest of torch or None, got {return_aux!r}")
     wants_lse, wants_max = bool(return_aux.lse), bool(getattr(return_aux, "max_scores", False))
     arguments |= {"return_lse": wants_lse, "return_max_logits": wants_max and ROWS}
     results = flash_attn_func(q, k, v, **arguments)
