@@ -163,26 +163,29 @@ HOPPER: Factors = {
     "splits": (1, 3),
     "softcap": (0.0, 8.0),
     "alibi": FLAGS,
-    "bias": ("none", "wide", "narrow"),
+    "bias": ("none", "wide", "narrow", "relative"),
     "dropout": ("none", "quads"),
     "sink": FLAGS,
     "lse": FLAGS,
+    "largest": FLAGS,
     "ranges": (0, 1, 2),
     "lists": (0, 128, 64),
 }
 _LISTS: Row = {"lists": (128, 64)}
 _hopper_possible = excluded(
     {"sizes": ("small",), "splits": (3,)},
+    {"largest": (True,), "splits": (3,)},
     {"mask": ("causal-first",), "ranges": (1, 2)},
     {**_LISTS, "ranges": (1, 2)},
     {**_LISTS, "mask": ("causal-first",)},
     {**_LISTS, "alibi": (True,)},
-    {**_LISTS, "bias": ("wide", "narrow")},
+    {**_LISTS, "bias": ("wide", "narrow", "relative")},
     {**_LISTS, "dropout": ("quads",)},
 )
 _PLAIN: Row = {name: values[0] for name, values in HOPPER.items()}
 # Calls whose tiles neither biases, draws for each score, ranges nor lists decide.
 _LIGHT: Row = {"bias": "none", "dropout": "none", "alibi": False, "ranges": 0, "lists": 0}
+_LIGHT |= {"largest": False}
 _EVEN: Row = {**_LIGHT, "storage": "dense"}
 # Calls as they are timed, and for each row of the config table one that it is chosen for.
 _HOPPER_SEEDS: tuple[Row, ...] = (
@@ -236,11 +239,13 @@ def hopper_problem(row: Row) -> AttentionProblem:
         leftpad_k=storage == "leftpad",
         kv_batch_idx=storage == "indexed",
         alibi=row["alibi"],
-        bias=row["bias"] != "none",
+        bias=row["bias"] in ("wide", "narrow"),
+        rel_bias=row["bias"] == "relative",
         sink=row["sink"],
         key_ranges=row["ranges"],
         block_mask=row["lists"],
         return_lse=row["lse"],
+        max_scores=row["largest"],
         num_splits=0 if row["sizes"] == "small" else row["splits"],
     )
 
