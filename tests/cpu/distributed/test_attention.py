@@ -25,12 +25,12 @@ WAYS = [
     (2, "gather", "documents"),
     (2, "heads", "documents"),
     (4, "gather", "zigzag"),
-    (4, "heads", "zigzag"),
-    (2, "ring", "documents"),
     (4, "ring", "zigzag"),
 ]
 SLOW = [
     (2, "gather", "zigzag"),
+    (4, "heads", "zigzag"),
+    (2, "ring", "documents"),
     (4, "gather", "contiguous"),
     (4, "gather", "documents"),
     (2, "ring", "zigzag"),

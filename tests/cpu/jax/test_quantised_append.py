@@ -20,6 +20,7 @@ from jax import numpy as jnp  # noqa: E402
 import heedful.jax as hj  # noqa: E402
 import heedful.torch as ht  # noqa: E402
 from heedful.jax.traced.cache_update import rotate  # noqa: E402
+from support.problems.grids import in_turns  # noqa: E402
 from support.runs.jax_backend import as_array, as_tensor  # noqa: E402
 
 BATCH, CAPACITY, NEW, HEADS, DIM, DIM_V = 4, 24, 3, 2, 32, 16
@@ -131,13 +132,13 @@ def jitted(storage: str) -> Callable:
 
 
 @pytest.mark.parametrize(
-    ("group", "shifted", "page_size"), [(8, False, 8), (8, True, 0), (16, False, 0), (16, True, 8)]
+    ("storage", "case"),
+    in_turns(STORED, [(8, False, 8), (8, True, 0), (16, False, 0), (16, True, 8)]),
+    ids=str,
 )
-@pytest.mark.parametrize("storage", STORED)
-def test_groups_and_their_scales_are_stored_as_pytorch_stores_them(
-    storage, group, shifted, page_size
-):
+def test_groups_and_their_scales_are_stored_as_pytorch_stores_them(storage, case):
     """Keys are rotated first. Nothing is written for a sequence of negative length."""
+    group, shifted, page_size = case
     given = tokens() | caches(storage, group, shifted, page_size)
     arrays = as_jax(given)
     got = named(jitted(storage)(**arrays), given)
@@ -149,10 +150,12 @@ def test_groups_and_their_scales_are_stored_as_pytorch_stores_them(
 
 
 @pytest.mark.parametrize(
-    ("scales", "page_size"), [("none", 8), ("one", 0), ("heads", 8), ("shifted", 0)]
+    ("storage", "case"),
+    in_turns(STORED, [("none", 8), ("one", 0), ("heads", 8), ("shifted", 0)]),
+    ids=str,
 )
-@pytest.mark.parametrize("storage", STORED)
-def test_scales_of_heads_are_used_and_not_returned(storage, scales, page_size):
+def test_scales_of_heads_are_used_and_not_returned(storage, case):
+    scales, page_size = case
     given = tokens() | caches(storage, None, False, page_size) | head_scales(scales)
     arrays = as_jax(given)
     got: Arrays = dict(zip(("out", *CACHES), jitted(storage)(**arrays), strict=True))

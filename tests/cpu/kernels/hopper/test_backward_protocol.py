@@ -4,6 +4,7 @@ turns. `support.hopper.backward_roles` says what of it is the kernel's own.
 """
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 
@@ -25,6 +26,7 @@ from support.hopper.backward_roles import (
     Tile,
 )
 from support.hopper.hosted import Deadlock, Row
+from support.problems.grids import in_turns
 
 DENSE = [
     Sizes(((200, 500),)),
@@ -182,35 +184,25 @@ class Checked(Device):
             assert order == sorted(order, reverse=s.right is not None)
 
 
-@pytest.mark.parametrize("sizes", DENSE + PACKED + RANGED, ids=str)
+# (programs, whether they draw their tiles, whether dQ is added in turns, splits of visits).
+WAYS = {
+    "one-each": (99, False, False, 1),
+    "drawn": (3, True, False, 1),
+    "in-turns": (3, True, True, 1),
+    "more-programs-than-tiles": (99, True, True, 1),
+    "split": (3, True, False, 3),
+    "split-in-turns": (5, True, True, 2),
+    "split-more-than-visits": (99, True, True, 5),
+}
+
+
 @pytest.mark.parametrize(
-    "programs, draws, in_turns, splits",
-    [
-        (99, False, False, 1),
-        (3, True, False, 1),
-        (3, True, True, 1),
-        (99, True, True, 1),
-        (3, True, False, 3),
-        (5, True, True, 2),
-        (99, True, True, 5),
-    ],
-    ids=[
-        "one-each",
-        "drawn",
-        "in-turns",
-        "more-programs-than-tiles",
-        "split",
-        "split-in-turns",
-        "split-more-than-visits",
-    ],
+    "case, seed", in_turns(product(DENSE + PACKED + RANGED, WAYS), range(3)), ids=str
 )
-@pytest.mark.parametrize("seed", range(3))
-def test_every_tile_is_made_once_and_nobody_waits_for_ever(
-    sizes, programs, draws, in_turns, splits, seed
-):
-    device = Checked(
-        sizes, min(programs, 14), draws, in_turns, seed, splits=splits, tile=TILES[seed]
-    )
+def test_every_tile_is_made_once_and_nobody_waits_for_ever(case, seed):
+    sizes, way = case
+    programs, draws, turns, splits = WAYS[way]
+    device = Checked(sizes, min(programs, 14), draws, turns, seed, splits=splits, tile=TILES[seed])
     device.run()
     device.check()
 
@@ -249,8 +241,8 @@ PROBLEMS = [
 def assert_noticed(made=Checked, seeds: int = 6, **fault) -> None:
     """Whatever the order of roles, of one of the problems at least."""
     for seed in range(seeds):
-        for sizes, in_turns, splits in PROBLEMS:
-            device = made(sizes, 2, True, in_turns, seed, splits=splits, **fault)
+        for sizes, turns, splits in PROBLEMS:
+            device = made(sizes, 2, True, turns, seed, splits=splits, **fault)
             try:
                 device.run()
                 device.check()
@@ -294,8 +286,8 @@ def test_who_does_not_wait_or_arrive_is_noticed(step):
 
 def test_every_wait_and_arrival_is_among_those_that_are_left_out_here():
     taken = set()
-    for sizes, in_turns, splits in PROBLEMS:
-        device = Checked(sizes, 2, True, in_turns, 0, splits=splits)
+    for sizes, turns, splits in PROBLEMS:
+        device = Checked(sizes, 2, True, turns, 0, splits=splits)
         device.run()
         device.check()
         taken |= device.taken
