@@ -184,8 +184,10 @@ _hopper_possible = excluded(
 )
 _PLAIN: Row = {name: values[0] for name, values in HOPPER.items()}
 # Calls whose tiles neither biases, draws for each score, ranges nor lists decide.
-_LIGHT: Row = {"bias": "none", "dropout": "none", "alibi": False, "ranges": 0, "lists": 0}
-_LIGHT |= {"largest": False}
+_LIGHT: Row = {
+    **{"bias": "none", "dropout": "none", "alibi": False},
+    **{"largest": False, "ranges": 0, "lists": 0},
+}
 _EVEN: Row = {**_LIGHT, "storage": "dense"}
 # Calls as they are timed, and for each row of the config table one that it is chosen for.
 _HOPPER_SEEDS: tuple[Row, ...] = (

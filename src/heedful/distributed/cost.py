@@ -7,6 +7,7 @@ choice hardly changes: it depends on how many bytes are sent while no kernel run
 from collections.abc import Sequence
 from math import ceil
 
+from heedful.core.base.device import by_name
 from heedful.distributed.layouts import BLOCK, LAYOUTS, Layout, Mask, Piece
 from heedful.distributed.schedules import Crossing, Schedule, crossing, spread_heads
 
@@ -14,8 +15,7 @@ from heedful.distributed.schedules import Crossing, Schedule, crossing, spread_h
 # tokens had on an H200, and 8 and 32 MiB between two.
 FLOPS = 760e12
 LINK = 270e9
-# An H100 and an H200 have so many.
-SMS = 132
+SMS = by_name("H200").units
 # Packing and a collective's own time, in seconds.
 LATENCY = 40e-6
 # Seconds of the host for one group of heads.

@@ -234,8 +234,7 @@ def plan(
             first two whose forward takes less, by `cost`.
         transport: "send", by the group's backend; "copy", for "gather" alone: GPUs of one host
             copy rows out of each other's memory, beside kernels that hold all SMs; or "auto", which
-            copies where it can. The memory is the group's, and stays. Copies of this form have not
-            run on GPUs yet, so they are not the default.
+            copies where it can. The memory is the group's, and stays.
         options: anything else that ranks should agree on, compared by its repr.
 
     Returns:

@@ -480,7 +480,7 @@ def test_a_foreign_launcher_that_wants_text_is_told_where_a_kernel_has_none():
     assert kept.text == kept.artifact.text != ""
     bare = replace(kept, artifact=replace(kept.artifact, text=""))
     with pytest.raises(RuntimeError, match=f"{kept.artifact.symbol}, .* machine code alone"):
-        bare.text  # noqa: B018
+        bare.text  # noqa: B018  (to read it is the test)
 
 
 def test_every_type_has_its_size_and_is_aligned_by_it():

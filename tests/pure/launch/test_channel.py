@@ -17,7 +17,7 @@ def test_a_message_in_two_pieces_is_whole(cut):
         def sendall(self, data, flags=0):
             sent.extend(data)
 
-    channel.send(Pieces(), b"k", b"some bytes")  # type: ignore[arg-type]
+    channel.send(Pieces(), b"k", b"some bytes")  # type: ignore[arg-type]  (a stand-in for a socket)
     with near, far:
         far.sendall(sent[:cut])
         later = threading.Timer(0.05, far.sendall, [sent[cut:]])

@@ -222,8 +222,10 @@ _OF_HOPPER_DECODE = frozenset(
 # The gates of kernels that load by TMA, and of those that also read caches.
 _TMA_GATES = (gates.some_tokens, gates.positive_scale, gates.out_as_in)
 _CACHE_GATES = (*_TMA_GATES, gates.whole_pages)
-_HOPPER_GATES = (*_CACHE_GATES, gates.aligned_draws, gates.ranges_without_leading_keys)
-_HOPPER_GATES += (gates.one_bias,)
+_HOPPER_GATES = (
+    *(*_CACHE_GATES, gates.aligned_draws),
+    *(gates.ranges_without_leading_keys, gates.one_bias),
+)
 
 
 def _on_hopper(

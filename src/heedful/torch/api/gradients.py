@@ -149,7 +149,8 @@ def attention_backward(
         longest = (max_seqlen_q, max_seqlen_k) if packed else None
         x = x._replace(**block_operands(block_mask, q, k, is_readable, longest=longest))
     saved = dout, dlse, out, lse
-    places = None if into is accumulate is None else check_places(x, saved, into, accumulate)
+    is_asked = into is not None or accumulate is not None
+    places = _check_places(x, into, accumulate) if is_asked else None
     if dispatched or wants_gradients((*x, *saved)):
         grads = library.differentiate(x, options, saved, dropout_seed, bias_grad)
     elif into is not None:
@@ -159,7 +160,7 @@ def attention_backward(
     return grads if places is None else _put(grads, places, accumulate is not None)
 
 
-def check_places(x: Operands, saved: tuple, into, accumulate) -> tuple[Tensor, ...]:
+def _check_places(x: Operands, into, accumulate) -> tuple[Tensor, ...]:
     """The caller's tensors for gradients. Raises TypeError or ValueError naming the argument."""
     if into is not None and accumulate is not None:
         raise ValueError("into must be None where accumulate is passed, got both")
