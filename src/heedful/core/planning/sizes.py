@@ -495,7 +495,8 @@ def _backward_splits(
         return config.splits
     is_triangle = problem.mask.right >= 0 and problem.mask.left < 0
     is_triangle |= problem.varlen_k
-    return choose_backward_splits(tiles, q_blocks * problem.group, device.units, is_triangle)
+    units = device.units // config.programs
+    return choose_backward_splits(tiles, q_blocks * problem.group, units, is_triangle)
 
 
 def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):

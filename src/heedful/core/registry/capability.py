@@ -244,11 +244,11 @@ def _on_hopper(
         "dtypes": ("bfloat16", "float16"),
         "max_dim": 256,
         "dim_multiple": 8,
+        "levels": {"sm_90": "run"},
     }
     return Variant(
         backend,
         name=name,
-        levels={"sm_90": "run"},
         features=frozenset(features),
         least=(("triton", triton),),
         configs=configs,
@@ -300,18 +300,20 @@ def _latent(name: str, few_rows: Gate, *more: Gate, **facts: Any) -> Variant:
 
 # A backward holds the first two beside probabilities until dP is there: the derivative of the
 # softcap, and which probabilities were dropped.
-_TAKEN = {"softcap", "dropout", "block_mask"}
+_TAKEN = {"softcap", "dropout", "block_mask", "key_ranges"}
 
 
-def _hopper_backward(name: str, features: set[str], max_dim: int, *more: Gate) -> Variant:
-    """A Hopper backward. features: what it takes beyond those of all."""
+def _hopper_backward(
+    name: str, features: set[str], max_dim: int, *more: Gate, **facts: Any
+) -> Variant:
+    """A Hopper backward. features: what it takes beyond those of all. facts: as of `_on_hopper`."""
     kernel = "hopper.backward" if name == "backward" else f"hopper.backward_{name}"
     # Its inline assembly: sums of dQ are stored by cp.reduce.async.bulk.
     return _on_hopper(
         "hopper",
         name,
         {"causal", "window", "diagonal", "sink", "varlen", "gqa", "head_dims_differ"}
-        | {"key_ranges", "return_lse", "max_scores", "backward", *features},
+        | {"return_lse", "max_scores", "backward", *features},
         "hopper_backward",
         *(kernel, "portable.scores"),
         direction="backward",
@@ -320,6 +322,7 @@ def _hopper_backward(name: str, features: set[str], max_dim: int, *more: Gate) -
             *(*_TMA_GATES, gates.aligned_draws, gates.near_softcap),
             *(gates.lists_of_the_hopper_backward, *more),
         ),
+        **facts,
     )
 
 
@@ -496,8 +499,12 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     _hopper_backward("backward", {*_TAKEN, "deterministic"}, 128, gates.equal_head_dims),
     # Consumers add to dQ themselves, and take no turns. Words of a block mask have no room.
-    _hopper_backward("pair", set(), 192, gates.above_128, gates.values_to_128),
+    _hopper_backward("pair", {"key_ranges"}, 192, gates.above_128, gates.values_to_128),
     _hopper_backward("wide", _TAKEN, 256, gates.above_128),
+    _hopper_backward(
+        *("halves", {"softcap"}, 512, gates.above_256),
+        **{"framework": "torch", "levels": {"sm_90": "compile-only"}, "by_default": False},
+    ),
     Variant(
         "portable",
         "backward",

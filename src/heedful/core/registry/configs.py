@@ -163,6 +163,7 @@ def _hopper_backward(
 # of heads 1.13 at 1 x 8192, 32/8 causal; packed sequences 1.00 to 1.04, dropout 1.00 to 1.01.
 _DRAWN: dict[str, Any] = {"draws": True, "last_waves": 2, "splits": 0}
 _NO_DQ_GROUP = {"splits": 0, "k_stages": 1, "consumer_regs": 240, "dq_regs": None}
+_HALVES = {**_NO_DQ_GROUP, "dout_stages": 1, "ds_stages": 1, "programs": 2}
 _D64: dict[str, Any] = {
     "consumer_regs": 112,
     "producer_regs": 32,
@@ -411,6 +412,9 @@ ROWS: list[ConfigRow] = [
         192, (64, 128, 4, 2), where.always, _H200_25, "hopper.backward_pair", **_NO_DQ_GROUP
     ),
     _hopper_backward(256, (64, 64, 4, 2), kernel="hopper.backward_wide", **_NO_DQ_GROUP),
+    _hopper_backward(
+        512, (64, 64, 4, 2), where.always, _FITS, "hopper.backward_halves", **_HALVES
+    ),
     _cdna(64, (256, 128, 8, 1), where.eight_bit),
     _cdna(128, (256, 64, 8, 1)),
     # Page numbers are loaded two stages before keys, which takes two more stages. Tiles of 64 rows

@@ -341,7 +341,8 @@ class HopperBackwardConfig(TileConfig):
     Consumers share these keys and each makes one gradient of them (wide); or each has its own keys
     and makes dQ, too (pair); or another warpgroup makes dQ.
 
-    num_stages: stages of queries. dout_stages, ds_stages, k_stages: stages of dO, of dS, and of the
+    programs: those of a cluster, which share a work tile's columns (halves). num_stages: stages of
+    queries. dout_stages, ds_stages, k_stages: stages of dO, of dS, and of the
     keys of work tiles. consumer_regs, dq_regs, producer_regs: registers of a thread; dq_regs None
     where consumers make dQ. draws: a program for each SM draws work tiles; otherwise each work tile
     has a program. last_waves: under a mask, how often the tiles of the last L2 group fill the
@@ -356,6 +357,7 @@ class HopperBackwardConfig(TileConfig):
     consumer_regs: int = 208
     dq_regs: int | None = 72
     producer_regs: int = 24
+    programs: int = 1
     draws: bool = False
     last_waves: int = 0
     splits: int = 1
@@ -373,9 +375,9 @@ def backward_dim(dim: int) -> int:
 
 def product_dim(dim: int) -> int:
     """Columns that products of the Hopper backward read: all of a tile, or all but the last quarter
-    of zeros."""
+    of zeros. Tiles of 512 columns are halves, which are all read."""
     tile = backward_dim(dim)
-    return tile // 4 * 3 if tile > 64 and dim <= tile // 4 * 3 else tile
+    return tile // 4 * 3 if 64 < tile < 512 and dim <= tile // 4 * 3 else tile
 
 
 # Kernels of one tile for all devices: what they read and write once is all that counts. Values that

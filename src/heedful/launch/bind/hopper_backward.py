@@ -23,13 +23,14 @@ from heedful.launch.spec import KernelCall, KernelRef, Pointer, Program, Scalar,
 # Warps of prologue and epilogue: their time is that of the bytes, which they read and write once.
 _ROWS_WARPS = 4
 _MODULES = {
-    "backward_prologue": "prologue",
-    "backward": "kernel",
-    "backward_pair": "pair",
-    "backward_wide": "wide",
-    "backward_epilogue": "dq.epilogue",
-    "query_hulls": "query_hulls",
-    "list_visits": "list_visits",
+    "backward_prologue": "backward.prologue",
+    "backward": "backward.kernel",
+    "backward_pair": "backward.pair",
+    "backward_wide": "backward.wide",
+    "backward_halves": "backward_halves.kernel",
+    "backward_epilogue": "backward.dq.epilogue",
+    "query_hulls": "backward.query_hulls",
+    "list_visits": "backward.list_visits",
 }
 # The tile in which far rows are computed again. Few calls have far rows, so it is small. For other
 # rows, the same registers hold more of out and dout on their way.
@@ -77,7 +78,7 @@ def _rows_call(
 
 
 def _kernel(function: str, dialect: str = "triton") -> KernelRef:
-    module = f"heedful.kernels.hopper.backward.{_MODULES[function]}"
+    module = f"heedful.kernels.hopper.{_MODULES[function]}"
     return KernelRef(module, function, dialect)
 
 
@@ -284,7 +285,8 @@ def _backward_call(
         make = maps.packed_map if is_ragged else maps.dense_map
         # Each consumer has a box of keys.
         rows = config.block_m if of_queries else CONSUMER_ROWS
-        found[name] = make(name, buffers[name], rows, backward_dim(dim))
+        columns = backward_dim(dim) // config.programs
+        found[name] = make(name, buffers[name], rows, columns)
     parameters = {
         "io": groups.arrays(
             args.HopperBackwardIO, buffers, **found, **_scratch(buffers, "dq_accum")
@@ -313,7 +315,9 @@ def _backward_call(
     }
     ref = _kernel(kernel.partition(".")[2], "gluon")
     options = {"num_warps": 8 if _shares_code(problem, config, kernel) else 4}
-    return KernelCall(ref, launch.grid, parameters, options, programmatic=True)
+    return KernelCall(
+        ref, launch.grid, parameters, options, cluster=config.programs, programmatic=True
+    )
 
 
 def _shares_code(problem: AttentionProblem, config: HopperBackwardConfig, kernel: str) -> bool:

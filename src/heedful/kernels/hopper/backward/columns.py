@@ -36,6 +36,19 @@ def share_columns(columns, block_m, share):
     return columns // 2 if part_count(columns) == 1 else part_columns(columns, share)
 
 
+@gluon.constexpr_function
+def sum_count(columns):
+    """How many pieces the epilogue adds of this many columns: parts, or pieces that fit a program's
+    registers."""
+    return columns // 128 if columns > 256 else part_count(columns)
+
+
+@gluon.constexpr_function
+def sum_columns(columns, piece):
+    """Columns of a piece."""
+    return 128 if columns > 256 else part_columns(columns, piece)
+
+
 @gluon.jit
 def part_of(rows, COLUMNS: gl.constexpr, part: gl.constexpr):
     """A part of the columns of rows in shared memory."""

@@ -54,9 +54,12 @@ def with_zeros(x_NC, row, params, tile):
 
 
 @gluon.jit
-def store_rows(desc, memory, others, x_NC, COLUMNS: gl.constexpr, params, tile, CONSUMER):
+def store_rows(
+    desc, memory, others, x_NC, COLUMNS: gl.constexpr, params, tile, CONSUMER, column=0
+):
     """Stores the gradients of one consumer's keys by TMA, through its shared memory. others: that
-    of both consumers, if they are one role, of which one thread stores for both."""
+    of both consumers, if they are one role, of which one thread stores for both. column: the first
+    one."""
     PACKED: gl.constexpr = params.seqs.cu_k is not None
     row = tile.col + CONSUMER * ROWS
     if len(x_NC) == 1:
@@ -77,7 +80,7 @@ def store_rows(desc, memory, others, x_NC, COLUMNS: gl.constexpr, params, tile, 
     else:
         seq = tile.seq
         coordinates = box(PACKED, tile.batch, tile.kv_head, seq.token_k, seq.stored_k, row)
-        tma_store(desc, coordinates, memory)
+        tma_store(desc, coordinates[:-1] + [column], memory)
 
 
 @gluon.jit
@@ -117,14 +120,14 @@ def store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER):
 
 
 @gluon.jit
-def store_partial(x_NC, BEFORE: gl.constexpr, COLUMNS: gl.constexpr, params, tile, CONSUMER):
+def store_partial(x_NC, before, COLUMNS: gl.constexpr, params, tile, CONSUMER):
     """Stores one gradient of one consumer's keys for the epilogue, in the order of registers.
-    COLUMNS: columns of the gradient. BEFORE: columns of the gradients before it in memory."""
+    COLUMNS: columns of the gradient. before: columns of the gradients before it in memory."""
     ALL: gl.constexpr = params.tile.D + params.tile.E
-    place = (partial_row(params, tile) + CONSUMER * ROWS) * ALL + BEFORE * ROWS
+    place = (partial_row(params, tile) + CONSUMER * ROWS) * ALL + before * ROWS
     for part in gl.static_range(len(x_NC)):
-        before = part * part_columns(COLUMNS, 0) * ROWS
-        store_registers(params.order.partials + place + before, x_NC[part])
+        at = place + part * part_columns(COLUMNS, 0) * ROWS
+        store_registers(params.order.partials + at, x_NC[part])
 
 
 @gluon.jit
@@ -132,18 +135,19 @@ def store_gradient(
     desc,
     memory,
     x_NC,
-    BEFORE: gl.constexpr,
+    before,
     COLUMNS: gl.constexpr,
     params,
     tile,
     BOX: gl.constexpr,
+    column=0,
 ):
     """Stores one gradient of 64 keys, or one split's addend of it. BOX: which 64 keys of the
-    tile."""
+    tile. before, column: as of `store_partial` and `store_rows`."""
     if params.order.partials is None:
-        store_rows(desc, memory, (), x_NC, COLUMNS, params, tile, BOX)
+        store_rows(desc, memory, (), x_NC, COLUMNS, params, tile, BOX, column)
     else:
-        store_partial(x_NC, BEFORE, COLUMNS, params, tile, BOX)
+        store_partial(x_NC, before, COLUMNS, params, tile, BOX)
 
 
 @gluon.jit

@@ -82,9 +82,9 @@ def _scale_rows(rows, row_bytes, nbytes, dtype):
     bytes at a time. Swizzling does not move bytes to another row. A wide box is several ones, one
     after the other, of row_bytes each."""
     step = [
-        "add.u32 at, $0, off; ld.shared.v4.b32 {a0, a1, a2, a3}, [at];",
+        "add.u32 at, $0, off; or.b32 at, at, $2; ld.shared.v4.b32 {a0, a1, a2, a3}, [at];",
         f"shr.u32 r, off, {row_bytes.bit_length() - 1}; and.b32 r, r, {rows - 1};",
-        "shl.b32 r, r, 2; add.u32 r, r, $1; ld.shared.f32 f, [r];",
+        "shl.b32 r, r, 2; add.u32 r, r, $1; or.b32 r, r, $2; ld.shared.f32 f, [r];",
     ]
     for i in range(4):
         if dtype == gl.bfloat16:
@@ -114,11 +114,11 @@ def _row_bytes(shape):
 
 
 @gluon.jit
-def scale_rows(box, scale_M):
+def scale_rows(box, scale_M, base=0):
     """A warp multiplies the rows of a box in shared memory by numbers in shared memory. Products
-    see the result."""
+    see the result. base: the program's place in its cluster, times 2^24."""
     shape: gl.constexpr = box.shape
     ROWS: gl.constexpr = box_rows(shape)
     NBYTES: gl.constexpr = 2 * ROWS * shape[-1]
     text: gl.constexpr = _scale_rows(ROWS, _row_bytes(shape), NBYTES, box.dtype)
-    inline_asm(text, "r,r,~{memory}", [box, scale_M])
+    inline_asm(text, "r,r,r,~{memory}", [box, scale_M, gl.to_tensor(base)])

@@ -17,7 +17,7 @@ from heedful.kernels.args.hopper_backward import (
 from heedful.kernels.args.shared import Sequences
 from heedful.kernels.common.rows import row_base, store_rows, wide
 from heedful.kernels.common.sequences import sequence
-from heedful.kernels.hopper.backward.columns import part_columns, part_count, share_columns
+from heedful.kernels.hopper.backward.columns import share_columns, sum_columns, sum_count
 from heedful.kernels.hopper.backward.p_scale import p_descale
 from heedful.kernels.hopper.backward.prologue import accum_begin
 
@@ -84,13 +84,13 @@ def store_sums(
     """Stores one gradient of 64 keys. x: (address of the rows of their KV head, stride of a
     row)."""
     used_N = (row0 + tl.arange(0, ROWS) < len_k)[:, None]
-    FIRST: tl.constexpr = part_columns(BLOCK_D, 0)
-    for part in tl.static_range(part_count(BLOCK_D)):
-        place = partial + part * ROWS * FIRST
-        sums = sum_of_splits(place, splits, stride, part_columns(BLOCK_D, part))
+    FIRST: tl.constexpr = sum_columns(BLOCK_D, 0)
+    for piece in tl.static_range(sum_count(BLOCK_D)):
+        place = partial + piece * ROWS * FIRST
+        sums = sum_of_splits(place, splits, stride, sum_columns(BLOCK_D, piece))
         sums = tl.where(used_N, sums, 0.0)
         base, stride_n = x
-        store_rows(base + part * FIRST, sums, stride_n, row0, stored_k, D - part * FIRST)
+        store_rows(base + piece * FIRST, sums, stride_n, row0, stored_k, D - piece * FIRST)
 
 
 @triton.jit
