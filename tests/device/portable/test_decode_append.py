@@ -11,7 +11,7 @@ import heedful.torch as heedful
 from heedful.launch.program import programs
 from heedful.torch.eager.calls import CALLS
 from support.captures import graph_capture
-from support.hopper.device import DECODES
+from support.hopper.device import DECODES, ON_HOPPER, WITH_TRITON_3_9
 
 pytestmark = pytest.mark.gpu
 
@@ -114,6 +114,19 @@ def test_one_kernel_does_what_two_do(q_len, backend, x):
         assume(x["page_size"] != 1 and not (x["page_size"] and x["pads"]))
     with pytest.MonkeyPatch.context() as patch:
         check(x, q_len, backend, patch)
+
+
+@pytest.mark.parametrize(
+    "q_len", [pytest.param(n, marks=[*ON_HOPPER, WITH_TRITON_3_9]) for n in (1, 4)]
+)
+@settings(max_examples=12)
+@given(x=steps(), dim=st.sampled_from((320, 512)))
+def test_one_kernel_of_wide_heads_does_what_two_do(q_len, dim, x):
+    heads_q, heads_k = x["heads"]
+    assume(q_len * heads_q <= 32 * heads_k)
+    assume(x["page_size"] != 1 and not (x["page_size"] and x["pads"]))
+    with pytest.MonkeyPatch.context() as patch:
+        check(x | {"dim": dim}, q_len, "hopper_decode_wide", patch)
 
 
 def test_a_replayed_graph_appends_where_lengths_say():

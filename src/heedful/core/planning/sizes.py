@@ -425,6 +425,9 @@ _FORWARD = {
     ),
     "decode.forward": partial(_shared_keys, kernel="decode.forward"),
     "hopper_decode.forward": partial(_shared_keys, kernel="hopper_decode.forward", evens=True),
+    "hopper_decode.wide_forward": partial(
+        _shared_keys, kernel="hopper_decode.wide_forward", evens=True
+    ),
     "hopper.forward": _hopper_forward,
     "hopper.wide_forward": _hopper_forward,
     "hopper.fp8_forward": _hopper_forward,

@@ -27,6 +27,10 @@ OPTIONS = {
         *("block_n", "num_stages", "least_tiles", "fewest_shares", "overhead"),
         *("programs", "registers", "producer_regs", "merge_values", "merge"),
     ),
+    "hopper_decode.wide_forward": (
+        *("block_n", "num_stages", "least_tiles", "fewest_shares", "overhead"),
+        *("producer_regs", "merge_values"),
+    ),
     "mla_swap_ab.forward": (
         *("num_stages", "least_tiles", "overhead"),
         *("producer_regs", "merge_values", "merge"),

@@ -264,6 +264,16 @@ def _hopper_decode(
     return ConfigRow("hopper_decode.forward", ("sm_90",), max_dim, config, _H200_26, when)
 
 
+def _hopper_decode_wide(
+    rows: int, stages: int, when: Callable[[AttentionProblem], bool] = where.always
+) -> ConfigRow:
+    config = tiles.HopperDecodeConfig(
+        *(rows, 64, 4, stages),
+        **{"fewest_shares": 8, "programs": 1, "registers": 0, "producer_regs": 24},
+    )
+    return ConfigRow("hopper_decode.wide_forward", ("sm_90",), 512, config, _FITS, when)
+
+
 def _mla(options: dict[str, Any], *when: Callable[[AttentionProblem], bool]) -> ConfigRow:
     """A config row for problems that all of `when` accept. Programs that wait for each other must
     run at once: the device needs an SM for each line of work tiles (core/planning/sizes.py)."""
@@ -412,9 +422,7 @@ ROWS: list[ConfigRow] = [
         192, (64, 128, 4, 2), where.always, _H200_25, "hopper.backward_pair", **_NO_DQ_GROUP
     ),
     _hopper_backward(256, (64, 64, 4, 2), kernel="hopper.backward_wide", **_NO_DQ_GROUP),
-    _hopper_backward(
-        512, (64, 64, 4, 2), where.always, _FITS, "hopper.backward_halves", **_HALVES
-    ),
+    _hopper_backward(512, (64, 64, 4, 2), where.always, _FITS, "hopper.backward_halves", **_HALVES),
     _cdna(64, (256, 128, 8, 1), where.eight_bit),
     _cdna(128, (256, 64, 8, 1)),
     # Page numbers are loaded two stages before keys, which takes two more stages. Tiles of 64 rows
@@ -480,6 +488,9 @@ ROWS: list[ConfigRow] = [
     _hopper_decode(128, 64, 2, where.small_pages),
     _hopper_decode(128, 64, 1),
     _hopper_decode(256, 64, 2, programs=1, registers=0),
+    # A third tile fits beside queries of 16 rows.
+    _hopper_decode_wide(16, 3, where.sixteen_rows),
+    _hopper_decode_wide(32, 2),
     # Keys of 512 + 64 columns, the first 512 of which are values.
     *(
         _decode(

@@ -16,8 +16,13 @@ from heedful.launch.bind.hopper_groups import kv_rows
 from heedful.launch.bind.portable import shared_divisor
 from heedful.launch.spec import KernelCall, KernelRef, Program, absent
 
-KERNEL = "hopper_decode.forward"
-_REF = KernelRef("heedful.kernels.hopper.decode.kernel", "decode", "gluon")
+# By kernel of the plan.
+_REFS = {
+    "hopper_decode.forward": KernelRef("heedful.kernels.hopper.decode.kernel", "decode", "gluon"),
+    "hopper_decode.wide_forward": KernelRef(
+        "heedful.kernels.hopper.decode_wide.kernel", "decode_wide", "gluon"
+    ),
+}
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
@@ -39,7 +44,8 @@ def decode_call(
 ) -> KernelCall:
     """The kernel's launch, for all sequences or for the short ones, as the plan says. append: the
     group of new keys and values, if it writes them into the cache first."""
-    launch, config = sizes.launches[KERNEL], plan.configs[KERNEL]
+    kernel = next(name for name in plan.configs if name in _REFS)
+    launch, config = sizes.launches[kernel], plan.configs[kernel]
     assert isinstance(config, HopperDecodeConfig)
     divisor = shared_divisor(buffers, ("q", "out"))
     dims = {"k": _columns(problem.head_dim), "v": _columns(problem.head_dim_v)}
@@ -60,7 +66,7 @@ def decode_call(
         new = buffers["k_new"].shape[1]
         appended = args.HopperDecodeAppend(append.rotary, append.io, append.advance)
     call = split_kv.hopper_call(
-        _REF,
+        _REFS[kernel],
         problem,
         config,
         launch,

@@ -54,9 +54,7 @@ def with_zeros(x_NC, row, params, tile):
 
 
 @gluon.jit
-def store_rows(
-    desc, memory, others, x_NC, COLUMNS: gl.constexpr, params, tile, CONSUMER, column=0
-):
+def store_rows(desc, memory, others, x_NC, COLUMNS: gl.constexpr, params, tile, CONSUMER, column=0):
     """Stores the gradients of one consumer's keys by TMA, through its shared memory. others: that
     of both consumers, if they are one role, of which one thread stores for both. column: the first
     one."""

@@ -7,13 +7,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from heedful.kernels.hopper.backward.far_rows import any_far, scale_rows
 from heedful.kernels.hopper.backward.producer import dout_scale, queries_of
 from heedful.kernels.hopper.backward.tile import key_tile, m_block_range, visit_range
+from heedful.kernels.hopper.backward_halves.shared import HALVES
 from heedful.kernels.hopper.forward_wide.cluster import (
     arrive_each_warp,
     meet,
     place_in_cluster,
     wait,
 )
-from heedful.kernels.hopper.backward_halves.shared import HALVES
 from heedful.kernels.hopper.sm90.compat import tma_load
 from heedful.kernels.hopper.sm90.pipeline import PipelineState
 from heedful.kernels.hopper.sm90.sequences import box

@@ -32,3 +32,28 @@ def masked(s_MN, params, segment, bounds, col):
             seen_MN = (key_N[None, :] >= start_M[:, None]) | (key_N < params.mask.first)[None, :]
             s_MN = gl.where(seen_MN, s_MN, float("-inf"))
     return s_MN
+
+
+@gluon.jit
+def masked_keys(s_NM, params, segment, bounds, col):
+    """As `masked`, of scores whose rows are keys."""
+    layout: gl.constexpr = s_NM.type.layout
+    of_rows: gl.constexpr = gl.SliceLayout(0, layout)
+    if col + s_NM.shape[0] > bounds.stop_first:
+        rows_M = gl.arange(0, s_NM.shape[1], layout=of_rows)
+        stop_M = rows_M * 0 + segment.seq.len_k
+        if params.mask.HAS_RIGHT:
+            group = params.shape.heads_q // params.shape.heads_k
+            pos_M = (segment.row0 + rows_M) // group
+            stop_M = gl.minimum(stop_M, pos_M + (segment.seq.off + params.mask.right + 1))
+        key_N = col + gl.arange(0, s_NM.shape[0], layout=gl.SliceLayout(1, layout))
+        s_NM = gl.where(key_N[:, None] < stop_M[None, :], s_NM, float("-inf"))
+    if params.mask.HAS_LEFT:  # noqa: SIM102  (known when compiling, and `and` is not)
+        if col < bounds.start_last:
+            group = params.shape.heads_q // params.shape.heads_k
+            pos_M = (segment.row0 + gl.arange(0, s_NM.shape[1], layout=of_rows)) // group
+            start_M = pos_M + (segment.seq.off - params.mask.left)
+            key_N = col + gl.arange(0, s_NM.shape[0], layout=gl.SliceLayout(1, layout))
+            seen_NM = (key_N[:, None] >= start_M[None, :]) | (key_N < params.mask.first)[:, None]
+            s_NM = gl.where(seen_NM, s_NM, float("-inf"))
+    return s_NM

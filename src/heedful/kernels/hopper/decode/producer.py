@@ -36,7 +36,8 @@ def load_tile(ring, desc, params, keys, rows_each, col, pages, state):
 
 @gluon.jit
 def load_segment(io, k, v, segment, state, params, append):
-    """Loads the keys and values of a segment, and appends new ones first."""
+    """Loads the keys and values of a segment, and appends new ones first. v: None if values share
+    the ring of keys, and follow them."""
     keys = keys_of_segment(params, segment)
     start = gl.minimum(segment.start, segment.span.visits)
     stop = gl.minimum(segment.stop, segment.span.visits)
@@ -56,7 +57,11 @@ def load_segment(io, k, v, segment, state, params, append):
         next_col = block_of(visit + 1, segment.span, params.mask) * params.tile.BLOCK_N
         next_pages = pages_at(io, params, keys, next_col)
         load_tile(k, io.k, params, keys, params.kv_rows.k_rows, col, pages, state)
-        load_tile(v, io.v, params, keys, params.kv_rows.v_rows, col, pages, state)
+        if v is None:
+            state = state.next()
+            load_tile(k, io.v, params, keys, params.kv_rows.v_rows, col, pages, state)
+        else:
+            load_tile(v, io.v, params, keys, params.kv_rows.v_rows, col, pages, state)
         col = next_col
         pages = next_pages
         state = state.next()
@@ -65,7 +70,7 @@ def load_segment(io, k, v, segment, state, params, append):
 
 @gluon.jit
 def decode_producer(io, k, v, share, params, append):
-    """Loads the keys and values of all segments of this program."""
+    """Loads the keys and values of all segments of this program. v: as of `load_segment`."""
     state = PipelineState.start(params.tile.STAGES)
     while share.x < share.end:
         segment, share = look(share, params)

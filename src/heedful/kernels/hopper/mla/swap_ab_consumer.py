@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from heedful.kernels.common.key_range import key_bounds
+from heedful.kernels.hopper.decode.mask import masked_keys
 from heedful.kernels.hopper.decode.results import finish_segment, merge_share
 from heedful.kernels.hopper.decode.share import look
 from heedful.kernels.hopper.mla.boxes import BOXES, HALF, KEYS, VALUE_BOXES, WIDTH
@@ -68,22 +69,6 @@ def multiply_queries(shared, ring, block, M: gl.constexpr):
         q_DM = query_box(shared, box).permute((1, 0))
         s_NM = warpgroup_mma(ring.boxes.index(at), q_DM, s_NM, use_acc=box > 0, is_async=True)
     return warpgroup_mma_wait(0, deps=[s_NM])
-
-
-@gluon.jit
-def masked_keys(s_NM, params, segment, bounds, col):
-    """Scores of keys from `col` on, with those that a row does not see at -inf."""
-    layout: gl.constexpr = s_NM.type.layout
-    if col + s_NM.shape[0] > bounds.stop_first:
-        rows_M = gl.arange(0, s_NM.shape[1], layout=gl.SliceLayout(0, layout))
-        stop_M = rows_M * 0 + segment.seq.len_k
-        if params.mask.HAS_RIGHT:
-            group = params.shape.heads_q // params.shape.heads_k
-            pos_M = (segment.row0 + rows_M) // group
-            stop_M = gl.minimum(stop_M, pos_M + (segment.seq.off + params.mask.right + 1))
-        key_N = col + gl.arange(0, s_NM.shape[0], layout=gl.SliceLayout(1, layout))
-        s_NM = gl.where(key_N[:, None] < stop_M[None, :], s_NM, float("-inf"))
-    return s_NM
 
 
 @gluon.jit
