@@ -177,8 +177,9 @@ class MlaConvertingPairConfig(MlaSwapConfig):
 @dataclass(frozen=True, slots=True)
 class HopperDecodeConfig(SharedKeysConfig):
     """A tile of the Hopper decode: 64 query rows, of one consumer. num_stages: stages of keys, and
-    of values; of wide heads, which have 16 or 32 rows, of both. merge: as in `MlaConfig`. registers: those of a thread when a program begins, 0 = as
-    many as there are; then the producer keeps `producer_regs` and the consumer takes the others.
+    of values; of wide heads, which have 16 or 32 rows, of both. merge: as in `MlaConfig`.
+    registers: those of a thread when a program begins, 0 = as many as there are; then the producer
+    keeps `producer_regs` and the consumer takes the others.
     """
 
     merge_values: int = 64

@@ -29,9 +29,9 @@ class HopperDecodeIO(NamedTuple):
 class HopperDecodeTile(NamedTuple):
     """HEAD_DIM, HEAD_DIM_V: of the problem. BLOCK_D, BLOCK_E: columns of tiles. BLOCK_M: query
     rows, 64; of wide heads 16 or 32. BLOCK_N: keys of a tile. STAGES: tiles of keys, and as many of
-    values, that shared memory holds; of wide heads, tiles of both. ROWS: a power of two, at least the rows of a tile. FEW_ROWS: the same for a
-    sequence of the fewest queries. MERGE: all programs that have a segment of a work tile merge
-    some of its rows."""
+    values, that shared memory holds; of wide heads, tiles of both. ROWS: a power of two, at least
+    the rows of a tile. FEW_ROWS: the same for a sequence of the fewest queries. MERGE: all programs
+    that have a segment of a work tile merge some of its rows."""
 
     HEAD_DIM: Const
     HEAD_DIM_V: Const
