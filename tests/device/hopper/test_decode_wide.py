@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from heedful.core.registry.by_hand import forced
 from support.hopper.device import ON_HOPPER, WITH_TRITON_3_9
 from support.problems.budget import run
 from support.problems.cases import Case
@@ -16,7 +17,7 @@ from support.runs.prepared import Prepared
 
 pytestmark = [*ON_HOPPER, WITH_TRITON_3_9]
 
-WAY = "hopper_decode_wide"
+WAY = forced("decode/wide")
 MOST_ROWS = 32
 PLAIN = Case(dtype="bfloat16", backward=False, seqlen_q=3, seqlen_k=603, heads_q=6, head_dim=512)
 CASES = (

@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import heedful.torch as heedful
+from heedful.core.registry.by_hand import forced
 from heedful.launch.program import programs
 from heedful.torch.eager.calls import CALLS
 from support.captures import graph_capture
@@ -126,7 +127,7 @@ def test_one_kernel_of_wide_heads_does_what_two_do(q_len, dim, x):
     assume(q_len * heads_q <= 32 * heads_k)
     assume(x["page_size"] != 1 and not (x["page_size"] and x["pads"]))
     with pytest.MonkeyPatch.context() as patch:
-        check(x | {"dim": dim}, q_len, "hopper_decode_wide", patch)
+        check(x | {"dim": dim}, q_len, forced("decode/wide"), patch)
 
 
 def test_a_replayed_graph_appends_where_lengths_say():

@@ -14,7 +14,7 @@ OPTIONS = {
     "hopper.backward": _BACKWARD,
     "hopper.backward_pair": _BACKWARD,
     "hopper.backward_wide": _BACKWARD,
-    "hopper.backward_halves": (*_BACKWARD, "num_stages", "dout_stages"),
+    "hopper.backward_halves": _BACKWARD,
     "hopper.forward": ("key_splits",),
     "hopper.wide_forward": ("block_m", "num_stages", "key_splits"),
     "decode.forward": (

@@ -219,6 +219,7 @@ _OF_HOPPER_DECODE = frozenset(
     {"causal", "window", "first_keys", "diagonal", "sink", "varlen", "seqused", "paged"}
     | {"kv_batch_idx", "leftpad_k", "gqa", "head_dims_differ", "return_lse", "split_kv"}
 )
+_STEPS: dict[str, Any] = {"appends": True, "varies": _VARIES_BY_SHARES}
 # The gates of kernels that load by TMA, and of those that also read caches.
 _TMA_GATES = (gates.some_tokens, gates.positive_scale, gates.out_as_in)
 _CACHE_GATES = (*_TMA_GATES, gates.whole_pages)
@@ -344,12 +345,7 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     _latent("mla_converting", gates.few_rows, *_IF_STORED, **_STORED),
     _on_hopper(
-        "decode",
-        "hopper",
-        _OF_HOPPER_DECODE,
-        "hopper_decode",
-        "hopper_decode.forward",
-        appends=True,
+        *("decode", "hopper", _OF_HOPPER_DECODE, "hopper_decode", "hopper_decode.forward"),
         gates=(*_CACHE_GATES, gates.few_packed_rows),
         preferences=(
             preferences.many_rows,
@@ -357,22 +353,15 @@ VARIANTS: tuple[Variant, ...] = (
             preferences.packed_keys,
         ),
         alias="hopper_decode",
-        varies=_VARIES_BY_SHARES,
+        **_STEPS,
     ),
     _on_hopper(
-        "decode",
-        "wide",
-        _OF_HOPPER_DECODE,
-        "hopper_decode",
-        "hopper_decode.wide_forward",
-        appends=True,
+        *("decode", "wide", _OF_HOPPER_DECODE, "hopper_decode", "hopper_decode.wide_forward"),
         max_dim=512,
         gates=(*_CACHE_GATES, gates.above_256, gates.rows_of_swapped_products),
-        preferences=(preferences.packed_keys,),
-        alias="hopper_decode_wide",
-        varies=_VARIES_BY_SHARES,
         levels={"sm_90": "compile-only"},
         by_default=False,
+        **_STEPS,
     ),
     Variant(
         "decode",
