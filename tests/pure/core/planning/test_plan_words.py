@@ -32,7 +32,8 @@ BACKENDS = "backend must be one of decode, mixed, hopper, cdna, portable, sdpa, 
 NO_LATENT = "head dims 128 and 128: takes V of 512 and K of up to 64 columns more"
 NOT_PACKED = "queries that are not packed: all sequences have as many"
 NOT_HERE = "rejected  cdna, sdpa, cpu forward: no kernel for sm_90"
-NOT_WIDE = "rejected  hopper/forward_wide forward: head dims 128 and 128: takes those above 256"
+NOT_THESE = "head dims 128 and 128: takes those above 256"
+NOT_WIDE = f"rejected  hopper/forward_wide forward: {NOT_THESE}"
 
 
 def test_a_split_training_call_is_explained():
@@ -61,12 +62,15 @@ def test_a_split_training_call_is_explained():
         f"rejected  decode/mla forward: does not take a later backward; {NO_LATENT}",
         "rejected  decode/hopper, decode/portable forward: hopper is preferred for 40 query rows of"
         " a KV head: more than 32",
+        f"rejected  decode/wide forward: does not take a later backward; {NOT_THESE};"
+        " 40 query rows of a KV head: takes up to 32",
         f"rejected  mixed forward: does not take a later backward; {NOT_PACKED}",
         NOT_WIDE,
         NOT_HERE,
         "rejected  portable forward: hopper/forward is preferred",
         "rejected  hopper/pair, hopper/wide backward: head dims 128 and 128: takes those above 128,"
         " of V above 64",
+        f"rejected  hopper/halves backward: {NOT_THESE}",
         "rejected  portable backward: hopper/backward is preferred",
         "rejected  sdpa, cpu backward: no kernel for sm_90",
     ]
@@ -99,6 +103,8 @@ def test_a_call_on_pages_is_explained_with_its_notes():
         " 2000 query rows of a KV head: takes up to 64",
         "rejected  decode/hopper, decode/portable forward: hopper is preferred for 2000 query rows"
         " of a KV head: more than 32",
+        f"rejected  decode/wide forward: does not take a later backward; {NOT_THESE};"
+        " 2000 query rows of a KV head: takes up to 32",
         f"rejected  mixed forward: does not take a later backward; {NOT_PACKED}",
         NOT_WIDE,
         NOT_HERE,

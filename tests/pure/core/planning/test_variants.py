@@ -40,7 +40,7 @@ def test_variants_have_names_of_their_own_where_there_are_several():
             assert all(names) is (len(names) > 1)
             assert all(v.direction == direction and v.backend == row.backend for v in row.variants)
     backwards = [v.name for v in VARIANTS if (v.backend, v.direction) == ("hopper", "backward")]
-    assert backwards == ["backward", "pair", "wide"]
+    assert backwards == ["backward", "pair", "wide", "halves"]
 
 
 @pytest.mark.parametrize("alias", ASKED)
@@ -98,7 +98,7 @@ def test_the_variant_of_a_backward_is_told_and_why_not_the_others(dims, facts, v
     said = explain(found)
     assert f"backward  hopper/{variant} [run]" in said
     others = {r.variant for r in found.rejected if r.label.startswith("hopper/")}
-    assert others - {"forward_wide"} == {"backward", "pair", "wide"} - {variant}
+    assert others - {"forward_wide"} == {"backward", "pair", "wide", "halves"} - {variant}
     assert found.sizes(direction="backward").launches.keys() >= {
         found.variant_of("backward").configs[0]
     }
@@ -153,8 +153,8 @@ def test_a_pack_of_one_variant_stands_for_no_other():
 
 
 def test_a_kernel_that_is_not_there_is_named():
-    with pytest.raises(LookupError, match="decode has no forward 'wide', only 'mla_swap_ab'"):
-        capability.variant("decode", "forward", "wide")
+    with pytest.raises(LookupError, match="decode has no forward 'narrow', only 'mla_swap_ab'"):
+        capability.variant("decode", "forward", "narrow")
     with pytest.raises(LookupError, match=r"backend 'triton' has no forward \(of decode, mixed"):
         capability.variant("triton", "forward")
     with pytest.raises(LookupError, match="backend '' has no backward"):
