@@ -24,6 +24,7 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.launch.bind import decode, hopper_decode, mla
 from heedful.launch.code.triton_compat import compile_kernel
 from heedful.core.registry.by_hand import forced
+from heedful.launch.program.programs import program
 from support.hopper import lagging
 
 lagging.apply()
@@ -41,12 +42,22 @@ for backend, bind, facts in (
     made = plan(problem, by_name("H200"), backend=forced(backend))
     (call,) = bind.forward(problem, made, buffers_of(problem)).calls
     found[backend] = compile_kernel(call, "sm_90").asm["ptx"].count("nanosleep")
+if "hopper/halves" in sys.argv[1:]:
+    facts = {"head_dim": 512, "needs_grad": True, "return_lse": True}
+    problem = AttentionProblem.dense(1, 512, 512, 2, **facts)
+    made = plan(problem, by_name("H200"), backend=forced("hopper/halves"))
+    calls = program(made, "backward").calls
+    (call,) = (each for each in calls if each.kernel.function == "backward_halves")
+    found["hopper/halves"] = compile_kernel(call, "sm_90").asm["ptx"].count("nanosleep")
 print(json.dumps(found))
 """
 
 
 # How many sleeps are in a kernel: a part is stored at one place, and at one of each consumer.
 LEAST = {"decode/portable": 1, "hopper_decode": 2, "mla_swap_ab": 2, "mla": 3}
+# In a cluster each consumer waits for keys and values, queries, dO, the other program twice, and
+# the other consumer; the producer for two rings, and for far rows.
+LEAST["hopper/halves"] = 2 * 7 + 3
 
 
 @pytest.mark.parametrize(
@@ -54,6 +65,7 @@ LEAST = {"decode/portable": 1, "hopper_decode": 2, "mla_swap_ab": 2, "mla": 3}
     [
         ["decode/portable", "hopper_decode", "mla_swap_ab"],
         pytest.param(["mla"], marks=pytest.mark.slow),
+        pytest.param(["hopper/halves"], marks=pytest.mark.slow),
     ],
     ids=str,
 )

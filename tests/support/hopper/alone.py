@@ -27,7 +27,7 @@ MASKS = {
     "blind": {"keys": 90, "causal": True, "window_size": (40, -1)},
 }
 KINDS = [
-    *(("bfloat16", dim) for dim in (64, 128, 192, 256)),
+    *(("bfloat16", dim) for dim in (64, 128, 192, 256, 512)),
     *(("float8_e4m3fn", dim) for dim in (64, 128, 256)),
 ]
 # Ways of the backward: dQ is added in any order or in one, visits of a key tile are split.
@@ -53,6 +53,13 @@ GRIDS |= {
     | {"grad": True, **facts}
     for mask, facts in MASKS.items()
 }
+# By clusters of two programs.
+GRIDS |= {
+    f"{name}-d512-{mask}": {"dtype": "bfloat16", "head_dim": 512, "grad": True}
+    | {"backend": way, **facts}
+    for name, way in (("gradients", "hopper/halves"), ("split", "hopper/halves+splits=2"))
+    for mask, facts in MASKS.items()
+}
 # Caches. Parts are merged by who ends last but where all do (merge=1).
 CACHES = {
     "bfloat16": {},
@@ -64,6 +71,8 @@ CACHES = {
     "hopper": {"backend": "hopper_decode"},
     "hopper-d64-one": {"backend": "hopper_decode", "head_dim": 64, "lengths": [5000]},
     "hopper-d256": {"backend": "hopper_decode", "head_dim": 256},
+    "hopper-d512": {"backend": "decode/wide", "head_dim": 512},
+    "hopper-d512-one": {"backend": "decode/wide", "head_dim": 512, "lengths": [5000]},
     "hopper-window": {"backend": "hopper_decode", "window_size": (700, 0)},
     "hopper-all": {"backend": "hopper_decode+merge=1"},
     "latent": {"backend": "mla+merge=0", "heads": 128, "lengths": [5000, 0, 64, 700, 2111] * 27},

@@ -11,12 +11,17 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from heedful.kernels.hopper.backward_halves import consumer as halves_consumer
+from heedful.kernels.hopper.backward_halves import exchange
+from heedful.kernels.hopper.backward_halves import producer as halves_producer
 from heedful.kernels.hopper.decode import results as decode_results
+from heedful.kernels.hopper.forward_wide import cluster, producer, scores, values
 from heedful.kernels.hopper.sm90 import barrier
 from heedful.kernels.portable.decode import results as portable_results
 from support.hopper import alone
 
 _wait = barrier.wait
+_wait_in_cluster = cluster.wait
 _store_partial = portable_results.store_partial
 _store_columns_partial = decode_results.store_partial
 
@@ -36,6 +41,12 @@ def lag(warps, then=""):
 def _lag_and_wait(bar, parity, pred=True):
     gl.inline_asm(lag(16), "r,~{memory}", [bar])
     _wait(bar, parity, pred)
+
+
+@gluon.jit
+def _lag_and_wait_in_cluster(bar, parity, base):
+    gl.inline_asm(lag(16), "r,~{memory}", [bar])
+    _wait_in_cluster(bar, parity, base)
 
 
 @triton.jit
@@ -61,6 +72,8 @@ def _lag_and_store_columns(params, segment, acc, m_M, l_M, CONSUMER: gl.constexp
 def apply() -> None:
     """Has all kernels that are compiled from now on lag."""
     barrier.wait = _lag_and_wait
+    for module in (halves_consumer, halves_producer, exchange, producer, scores, values):
+        module.wait = _lag_and_wait_in_cluster
     portable_results.store_partial = _lag_and_store
     decode_results.store_partial = _lag_and_store_columns
 
