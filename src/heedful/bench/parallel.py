@@ -7,7 +7,10 @@ devices would give. One GPU computes the whole batch in its own order, by the fa
 flash_attn_func and flash_attn_varlen_func, while the others are idle. Shards are laid out before. A
 row exists only if what ranks computed is near what the one computed. Times are medians, in
 milliseconds; bfloat16. First come calls, whose launches the host makes while devices work, then
-replays of CUDA graphs of both sides. WORDS: only cases whose names have one of them.
+replays of CUDA graphs of both sides. "predicted" is the replayed forward as `distributed/cost.py`
+has it. Plan, shard of q and unshard of out have columns of their own. MiB are what a step takes at
+most beside its inputs, forward and with backward. WORDS: only cases whose names have one of them;
+a word with "=" names a way: =ring.
 """
 
 import os
@@ -15,7 +18,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +31,22 @@ from torch.multiprocessing.spawn import spawn
 
 from heedful import flash_attn_func, flash_attn_varlen_func
 from heedful.bench.harness import script
-from heedful.distributed import ContextPlan, attention, plan
-from heedful.distributed.plan import STRATEGIES
+from heedful.distributed import ContextPlan, attention, cost, plan
+from heedful.distributed.exchange import swap
+from heedful.distributed.peers import peers_of
 
 # Calls of which a median is taken: as many as take so many milliseconds, within these bounds.
 MILLISECONDS, FEWEST, MOST = 400.0, 7, 50
 HEADS, HEADS_K, DIM = 32, 8, 128
+# What is told to `plan`, by name.
+WAYS = {
+    "copy": {"strategy": "gather", "transport": "copy"},
+    "send": {"strategy": "gather", "transport": "send"},
+    "heads": {"strategy": "heads"},
+    "ring": {"strategy": "ring"},
+}
+# Bytes that one rank sends another where links are measured.
+LINK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -154,7 +167,95 @@ def _is_near(got: Tensor, want: Tensor) -> bool:
     return bool((got - want).abs().max() <= largest)
 
 
-def rows(case: Case, device: torch.device) -> Iterator[str]:
+@dataclass(frozen=True)
+class Links:
+    """Bytes a second that a GPU gets from others: by the group's backend, and by copies out of
+    another's memory, 0 where there are none."""
+
+    send: float
+    copy: float
+
+    def __str__(self) -> str:
+        return f"{self.send / 1e9:7.0f} {self.copy / 1e9:7.0f}"
+
+
+def links(device: torch.device) -> Links:
+    """Measured by all ranks together."""
+    ranks = dist.get_world_size()
+    counts = [LINK_BYTES] * ranks
+    rows = torch.empty(sum(counts), dtype=torch.uint8, device=device)
+    into = torch.empty_like(rows)
+    foreign = LINK_BYTES * (ranks - 1)
+    send = _median(lambda: swap(None, rows, counts, counts, into).wait())
+    found, _ = peers_of(None, LINK_BYTES)
+    if found is None:
+        return Links(foreign / send * 1e3, 0.0)
+    rank = dist.get_rank()
+    pairs = [
+        (into[:LINK_BYTES], found.view(other, 0, (LINK_BYTES,), torch.uint8))
+        for other in range(ranks)
+        if other != rank
+    ]
+
+    def copies() -> None:
+        event = torch.cuda.Event()
+        event.record()
+        found.pull(pairs, event, True).wait()
+
+    return Links(foreign / send * 1e3, foreign / _median(copies) * 1e3)
+
+
+def _median(call: Callable[[], Any]) -> float:
+    """Milliseconds of the slowest rank."""
+    call()
+    found = statistics.median(_timed(call, True) for _ in range(11))
+    slowest = torch.tensor(found, device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def planned(case: Case, way: str) -> tuple[ContextPlan, float]:
+    """And the milliseconds that it took."""
+    start = time.perf_counter()
+    made = plan(
+        lengths=case.lengths,
+        heads_q=HEADS,
+        heads_k=HEADS_K,
+        head_dim=DIM,
+        window_size=(case.window, 0),
+        layout=case.layout,
+        **WAYS[way],
+    )
+    return made, (time.perf_counter() - start) * 1e3
+
+
+def token_times(made: ContextPlan, whole: Tensor, out: Tensor) -> tuple[float, float]:
+    """Milliseconds of shard, and of unshard. out: of the whole batch."""
+    mine = made.shard(out)
+    return _median(lambda: made.shard(whole)), _median(lambda: made.unshard(mine))
+
+
+def more_memory(call: Callable[[], Any], made: ContextPlan) -> float:
+    """MiB that a call takes at most beside what there was, with what ranks share."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = call()
+    torch.cuda.synchronize()
+    del found
+    shared = made.peers.size if made.peers else 0
+    return (torch.cuda.max_memory_allocated() - before + shared) / 2**20
+
+
+def predicted(made: ContextPlan) -> float:
+    """Milliseconds of a replayed forward."""
+    found = cost.forwards(made.layout, made.mask, made.heads, (DIM, DIM), 2)
+    return found[made.strategy] * 1e3
+
+
+def rows(
+    case: Case, device: torch.device, measured: Links, ways: Sequence[str] = tuple(WAYS)
+) -> Iterator[str]:
     """Lines of a case, on rank 0; the other ranks take part."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -164,24 +265,21 @@ def rows(case: Case, device: torch.device) -> Iterator[str]:
     whole, times = alone(case, [q, k, v], dout) if rank == 0 else (None, [])
     want = (whole.forward(), *whole.both()) if whole else ()
     dist.barrier()
-    for strategy in STRATEGIES:
-        start = time.perf_counter()
-        made = plan(
-            lengths=case.lengths,
-            heads_q=HEADS,
-            heads_k=HEADS_K,
-            head_dim=DIM,
-            window_size=(case.window, 0),
-            layout=case.layout,
-            strategy=strategy,
-        )
-        planned = (time.perf_counter() - start) * 1e3
+    for way in ways:
+        words = f"{case.name:34} {way:12} {case.layout:10}"
+        try:
+            made, ms = planned(case, way)
+        except ValueError as error:
+            if rank == 0:
+                yield f"{words} refused: {error}"
+            continue
         work = spread(case, made, [q, k, v], dout)
         got = [made.unshard(x) for x in (work.forward(), *work.both())]
         slowest = torch.tensor(work.times(True), device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        spent = token_times(made, q, got[0])
+        memory = [more_memory(call, made) for call in (work.forward, work.both)]
         if rank == 0:
-            words = f"{case.name:34} {strategy:7} {case.layout:10}"
             if not all(_is_near(x, y) for x, y in zip(got, want, strict=True)):
                 yield f"{words} wrong"
                 continue
@@ -189,8 +287,10 @@ def rows(case: Case, device: torch.device) -> Iterator[str]:
                 f"{one:9.3f} {float(most):9.3f} {one / (ranks * float(most)):6.3f}"
                 for one, most in zip(times, slowest, strict=True)
             ]
-            words = f"{words} {' '.join(columns)}"
-            yield f"{words} {made.layout.balance(made.mask):8.3f} {planned:8.1f}"
+            columns += [f"{predicted(made):9.3f} {made.layout.balance(made.mask):8.3f}"]
+            columns += [f"{ms:8.1f} {spent[0]:8.3f} {spent[1]:8.3f} {measured}"]
+            columns += [f"{mib:8.0f}" for mib in memory]
+            yield f"{words} {' '.join(columns)}"
 
 
 def _rank(rank: int, ranks: int, port: int, words: list[str]) -> None:
@@ -200,9 +300,12 @@ def _rank(rank: int, ranks: int, port: int, words: list[str]) -> None:
     torch.cuda.set_device(device)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("nccl", init_method=address, rank=rank, world_size=ranks)
+    measured = links(device)
+    ways = [word[1:] for word in words if word[:1] == "="] or [*WAYS]
+    names = [word for word in words if word[:1] != "="]
     for case in cases(ranks):
-        if not words or any(word in case.name for word in words):
-            for line in rows(case, device):
+        if not names or any(name in case.name for name in names):
+            for line in rows(case, device, measured, ways):
                 script.say(line)
     dist.destroy_process_group()
 
@@ -210,12 +313,17 @@ def _rank(rank: int, ranks: int, port: int, words: list[str]) -> None:
 def main() -> None:
     script.current_gpu()
     ranks = torch.cuda.device_count()
+    for word in sys.argv[1:]:
+        if word[:1] == "=" and word[1:] not in WAYS:
+            raise script.Refused(f"a way must be one of {[*WAYS]}, got {word[1:]!r}")
     version = ".".join(map(str, nccl.version()))
-    measured = "fwd", "both", "fwd graph", "both grph"
-    columns = " ".join(f"{'one':>9} {name:>9} {'E':>6}" for name in measured)
+    timed = "fwd", "both", "fwd graph", "both grph"
+    columns = [f"{'one':>9} {name:>9} {'E':>6}" for name in timed]
+    columns += [f"{'predicted':>9} {'balance':>8} {'plan':>8} {'shard':>8} {'unshard':>8}"]
+    columns += [f"{'GB/s':>7} {'copied':>7} {'MiB':>8} {'both':>8}"]
     script.say(
         f"{ranks} x {torch.cuda.get_device_name()}, NCCL {version}",
-        f"{'case':34} {'strategy':7} {'layout':10} {columns} {'balance':>8} {'plan ms':>8}",
+        f"{'case':34} {'way':12} {'layout':10} {' '.join(columns)}",
     )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

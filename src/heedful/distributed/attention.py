@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
-from heedful.distributed import gather, heads, ring
+from heedful.distributed import gather, heads, ring, traced
 from heedful.distributed.layouts import Mask
 from heedful.distributed.plan import ContextPlan, mask_of
+from heedful.torch.base.dispatch import has_shards
 
 _REFUSED = {
     "bias": "its rows and columns lie on several ranks",
@@ -48,7 +50,9 @@ def attention(
 
     Args:
         q: (plan.tokens, heads_q, head_dim): float16, bfloat16 or float32. Or (batch, seqlen,
-            heads_q, head_dim) where the documents have equal lengths, a row of the batch each.
+            heads_q, head_dim) where the documents have equal lengths, a row of the batch each. Or a
+            DTensor, as k and v then are, sharded along its rows over the plan's ranks: its parts
+            are those of `plan.shard`, in the plan's order.
         k: (plan.tokens, heads_k, head_dim), like q.
         v: (plan.tokens, heads_k, head_dim_v), like q.
         plan: of `heedful.distributed.plan`.
@@ -64,7 +68,7 @@ def attention(
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
-        out, as q with head_dim_v. With return_lse: (out, lse), lse float32 (heads_q, plan.tokens),
+        out, as q with head_dim_v, a DTensor where q is one. With return_lse: (out, lse), lse float32 (heads_q, plan.tokens),
         or (batch, heads_q, seqlen).
 
     Raises:
@@ -78,6 +82,15 @@ def attention(
             raise ValueError(f"{name} is not taken under context parallelism: {_REFUSED[name]}")
     if not isinstance(plan, ContextPlan):
         raise TypeError(f"plan must be a ContextPlan, got {type(plan).__name__}")
+    if has_shards((q, k, v)):
+        more = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+        named = {"sink": sink, "dropout_seed": dropout_seed, "backend": backend}
+        return _sharded({"q": q, "k": k, "v": v}, plan, return_lse, more, named)
+    if is_compiling():
+        told = (dropout_p, softmax_scale, causal, tuple(window_size), softcap, deterministic)
+        seed = dropout_seed if dropout_p else None
+        both = traced.attend(q, k, v, sink, alibi_slopes, plan, (*told, seed, backend))
+        return both if return_lse else both[0]
     batch = q.shape[0] if q.ndim == 4 else None
     if batch is not None:
         _check_batch(q, plan)
@@ -105,6 +118,16 @@ def attention(
         out = out.unflatten(0, (batch, -1))
         lse = None if lse is None else lse.unflatten(1, (batch, -1)).movedim(1, 0)
     return (out, lse) if return_lse else out
+
+
+def _sharded(rows, plan: ContextPlan, return_lse: bool, more: tuple, named: dict[str, Any]) -> Any:
+    """`attention` of DTensors: of each rank's part, as DTensors."""
+    from heedful.distributed.shards import local_rows
+
+    parts, made = local_rows(rows, plan)
+    out, lse = attention(*parts, plan, *more, **named, return_lse=True)
+    out = made(out, out.ndim - 3)
+    return (out, made(lse, lse.ndim - 1)) if return_lse else out
 
 
 def _check_batch(q: Tensor, plan: ContextPlan) -> None:
@@ -155,20 +178,50 @@ def _forward(q, k, v, sink, plan: ContextPlan, mask: Mask, options: dict[str, An
     arguments. options: and return_lse."""
     options = options | {"sink": sink}
     wants_lse = options.pop("return_lse")
+    by, arguments = _strategy(plan, mask, options, q.device)
+    if by is heads:
+        return *heads.forward(q, k, v, *arguments), by, arguments
+    if by is ring:
+        out, lse = ring.forward(q, k, v, *arguments)
+        return out, lse, (q, k, v, out, lse), by, arguments
+    out, lses = gather.forward(q, k, v, *arguments)
+    lse = gather.put_together(lses, arguments[1], q) if wants_lse else None
+    return out, lse, (q, k, v, out, *lses), by, arguments
+
+
+def _strategy(
+    plan: ContextPlan, mask: Mask, options: dict[str, Any], device: torch.device
+) -> tuple[Any, tuple[Any, ...]]:
+    """The module of the plan's strategy, and its arguments after tensors. options: with sink."""
     if plan.strategy == "heads":
-        options["window_size"] = _window(mask)
-        return *heads.forward(q, k, v, plan, options), heads, (plan, options)
-    slopes = options["alibi_slopes"] is not None
-    alone = slopes and (plan.strategy == "ring" or mask.right != 0)
-    which = mask, alone or bool(options["dropout_p"]), q.device
-    if plan.strategy == "ring":
-        steps = plan.steps(*which)
-        out, lse = ring.forward(q, k, v, plan, steps, options)
-        return out, lse, (q, k, v, out, lse), ring, (plan, steps, options)
-    on = plan.schedule(*which)
-    out, lses = gather.forward(q, k, v, plan, on, options)
-    lse = gather.put_together(lses, on, q) if wants_lse else None
-    return out, lse, (q, k, v, out, *lses), gather, (plan, on, options)
+        return heads, (plan, options | {"window_size": _window(mask)})
+    is_ring, slopes = plan.strategy == "ring", options["alibi_slopes"] is not None
+    alone = slopes and (is_ring or mask.right != 0)
+    which = mask, alone or bool(options["dropout_p"]), device
+    if is_ring:
+        return ring, (plan, plan.steps(*which), options)
+    return gather, (plan, plan.schedule(*which), options)
+
+
+def differentiated(
+    dout: Tensor,
+    dlse: Tensor | None,
+    rows: tuple[Tensor, ...],
+    sink: Tensor | None,
+    plan: ContextPlan,
+    mask: tuple[bool, Sequence[int]],
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv and dsink from q, k, v, out and lse of this rank's rows. mask: causal and
+    window_size; options: those of kernels but for the sink."""
+    by, arguments = _strategy(plan, mask_of(*mask), options | {"sink": sink}, dout.device)
+    if by is ring:
+        return ring.backward(dout, dlse, rows, *arguments)
+    *inputs, lse = rows
+    if by is heads:
+        return heads.backward(dout, dlse, heads.kept(rows, plan), *arguments)
+    lses = [lse[:, call.rows].contiguous() for call in arguments[1].schedule.calls]
+    return gather.backward(dout, dlse, (*inputs, *lses), *arguments)
 
 
 class _Attention(torch.autograd.Function):

@@ -143,6 +143,16 @@ def forward(
     return _put_together(outs, queries, dim), every_lse, (*mine, out, lse)
 
 
+def kept(rows: tuple[Tensor, ...], made: ContextPlan) -> tuple[Tensor, ...]:
+    """What `backward` wants, from q, k, v, out and lse of this rank's rows, which are sent again.
+    """
+    q, k, v, out, lse = rows
+    queries, keys = _spans(made, "queries"), _spans(made, "keys")
+    mine = to_heads([(q, queries), (k, keys), (v, keys), (out, queries)], made)
+    (columns,) = to_heads([(lse.T[..., None].contiguous(), queries)], made)
+    return *mine, columns[..., 0].T.contiguous()
+
+
 def backward(
     dout: Tensor,
     dlse: Tensor | None,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from heedful.core.base.entered import PLANS
 from heedful.core.base.numbers import LONGEST, ints, whole
 from heedful.core.call.mask import MaskSpec
 from heedful.distributed import cost
@@ -19,6 +20,7 @@ from heedful.distributed.layouts import LAYOUTS, Layout, Mask
 from heedful.distributed.peers import SharedRows, peers_of
 from heedful.distributed.rings import Part, Step, ring_steps
 from heedful.distributed.schedules import Schedule, gathered, places_of, rows_of, spread_heads
+from heedful.distributed.traced import number_of
 
 STRATEGIES = ("gather", "heads", "ring")
 TRANSPORTS = ("auto", "send", "copy")
@@ -66,6 +68,7 @@ class ContextPlan:
         strategy: "gather", "heads" or "ring".
         tokens: rows of q, k and v on this rank.
         total_tokens: rows of the whole batch.
+        number: of this plan in this process, int64 () on the CPU.
         peers: memory of all ranks that "gather" copies rows from, None where it sends them.
         reasons: why layout and strategy were chosen, one line each.
     """
@@ -83,6 +86,7 @@ class ContextPlan:
         self.group, self.layout, self.strategy, self.heads = group, layout, strategy, heads
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.mask, self.reasons, self.peers = mask, tuple(reasons), peers
+        self.number = number_of(self)
         self.tokens = layout.tokens(self.rank)
         self.total_tokens = layout.starts[-1]
         # By rank, where its rows lie in the batch; the most slices that a rank has.
@@ -92,6 +96,15 @@ class ContextPlan:
         self._steps = lru_cache(maxsize=16)(StepsOnDevice.of)
         self._rows = lru_cache(maxsize=None)(self._rows_on)
         self._orders = lru_cache(maxsize=None)(self._make_orders)
+
+    def __enter__(self) -> "ContextPlan":
+        """Layers of `integrations.transformers` spread over this plan's ranks until the end of the
+        block, on all threads of the process."""
+        PLANS.append(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        PLANS.remove(self)
 
     # Tokens
 

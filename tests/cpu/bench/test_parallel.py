@@ -181,14 +181,17 @@ def test_a_row_has_times_of_both_their_efficiency_balance_and_the_plans_time(
     rank, one, monkeypatch
 ):
     one.get_rank = lambda: rank
-    ways = parallel.STRATEGIES
-    plans, wrong = [], iter([0.0, *[7.0] * (len(ways) - 1)])
+    ways = [*parallel.WAYS]
+    # The first is right, the last cannot be.
+    plans, wrong = [], iter([0.0, *[7.0] * (len(ways) - 2)])
     monkeypatch.setattr(parallel, "HEADS", 4)
     monkeypatch.setattr(parallel, "HEADS_K", 2)
     monkeypatch.setattr(parallel, "DIM", 8)
 
     def made(**facts):
         plans.append(Plan(**facts))
+        if len(plans) == len(ways):
+            raise ValueError("no such way here")
         plans[-1].off = next(wrong)
         return plans[-1]
 
@@ -203,37 +206,54 @@ def test_a_row_has_times_of_both_their_efficiency_balance_and_the_plans_time(
         assert [x.shape[1] for x in tensors] == [4, 2, 2] and dout.shape == (5, 4, 8)
         return Work(whole, tensors, dout), [1.0, 3.0, 2.0, 6.0]
 
-    clock = iter([1.0, 1.5] * len(ways))
+    clock = iter([1.0, 1.5] * (len(ways) - 1) + [1.0])
     monkeypatch.setattr(parallel.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(parallel, "plan", made)
     monkeypatch.setattr(parallel, "attention", call)
     monkeypatch.setattr(parallel, "alone", alone)
     monkeypatch.setattr(Work, "times", lambda work, together: [0.5, 2.0, 4.0, 3.0])
-    case = Case("a case", (2, 3), 3)
-    found = list(parallel.rows(case, torch.device("cpu")))
-    assert one.reduced.count(parallel.dist.ReduceOp.MAX) == len(ways)
+    monkeypatch.setattr(parallel, "token_times", lambda made, q, out: (0.25, 0.125))
+    monkeypatch.setattr(parallel, "more_memory", lambda call, made: len(call()))
+    monkeypatch.setattr(parallel, "predicted", lambda made: 0.75)
+    case, measured = Case("a case", (2, 3), 3), parallel.Links(225e9, 352e9)
+    found = list(parallel.rows(case, torch.device("cpu"), measured))
+    assert one.reduced.count(parallel.dist.ReduceOp.MAX) == len(ways) - 1
     facts = {"heads_q": 4, "heads_k": 2, "head_dim": 8, "lengths": (2, 3), "window_size": (3, 0)}
-    told = [facts | {"strategy": way, "layout": "zigzag"} for way in ways]
+    told = [facts | parallel.WAYS[way] | {"layout": "zigzag"} for way in ways]
     assert [plan.facts for plan in plans] == told
     if rank:
         assert not found
         return
-    numbers = [1.0, 0.5, 1.0, 3.0, 2.0, 0.75, 2.0, 4.0, 0.25, 6.0, 3.0, 1.0, 1.25, 500.0]
-    words = f"{'a case':34} {ways[0]:7} {'zigzag':10}"
+    numbers = [1.0, 0.5, 1.0, 3.0, 2.0, 0.75, 2.0, 4.0, 0.25, 6.0, 3.0, 1.0, 0.75, 1.25, 500.0]
+    numbers += [0.25, 0.125, 225, 352, 5, 3]
+    words = f"{'a case':34} {ways[0]:12} {'zigzag':10}"
     assert found[0].startswith(words)
     assert [float(x) for x in found[0].removeprefix(words).split()] == numbers
-    assert found[1:] == [f"{'a case':34} {way:7} {'zigzag':10} wrong" for way in ways[1:]]
+    said = ["wrong"] * (len(ways) - 2) + ["refused: no such way here"]
+    expected = zip(ways[1:], said, strict=True)
+    assert found[1:] == [f"{'a case':34} {way:12} {'zigzag':10} {end}" for way, end in expected]
 
 
 @pytest.mark.parametrize(
-    "words, names", [([], ["a b", "c"]), (["c"], ["c"]), (["b", "x"], ["a b"])]
+    "words, names, ways",
+    [
+        ([], ["a b", "c"], [*parallel.WAYS]),
+        (["c"], ["c"], [*parallel.WAYS]),
+        (["b", "x", "=ring"], ["a b"], ["ring"]),
+    ],
 )
-def test_a_rank_says_the_cases_that_words_choose(words, names, one, monkeypatch):
+def test_a_rank_says_the_cases_and_ways_that_words_choose(words, names, ways, one, monkeypatch):
     told, said = [], []
     one.init_process_group = lambda *where, **facts: told.append((where, facts))
     one.destroy_process_group = lambda: told.append("destroyed")
     monkeypatch.setattr(parallel, "cases", lambda ranks: [Case("a b", (ranks,)), Case("c", (1,))])
-    monkeypatch.setattr(parallel, "rows", lambda case, device: [f"{case.name} on {device}"])
+    monkeypatch.setattr(parallel, "links", lambda device: "links")
+
+    def rows(case, device, measured, asked):
+        assert measured == "links" and asked == ways
+        return [f"{case.name} on {device}"]
+
+    monkeypatch.setattr(parallel, "rows", rows)
     monkeypatch.setattr(torch.cuda, "set_device", told.append)
     monkeypatch.setattr(parallel.script, "say", said.append)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "")
@@ -258,7 +278,27 @@ def test_the_program_starts_a_process_for_each_gpu(monkeypatch):
     ((rank, (ranks, port, words)), more) = spawned[0]
     assert (rank, ranks, words, more) == (parallel._rank, 3, ["causal"], {"nprocs": 3}) and port > 0
     assert said[0] == "3 x GPU, NCCL 2.27.5"
-    names = (
-        "case strategy layout one fwd E one both E one fwd graph E one both grph E balance plan ms"
-    )
+    names = "case way layout one fwd E one both E one fwd graph E one both grph E predicted balance"
+    names += " plan shard unshard GB/s copied MiB both"
     assert said[1].split() == names.split()
+
+
+def test_a_way_that_there_is_not_is_refused(monkeypatch):
+    monkeypatch.setattr(parallel.script, "current_gpu", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(parallel.sys, "argv", ["bench", "=rings"])
+    with pytest.raises(parallel.script.Refused, match="a way must be one of .* got 'rings'"):
+        parallel.main()
+
+
+def test_links_are_bytes_of_other_ranks_a_second_of_the_slowest(one, monkeypatch):
+    taken = iter([4.0, 2.0])
+    monkeypatch.setattr(parallel, "LINK_BYTES", 1 << 20)
+    monkeypatch.setattr(parallel, "_median", lambda call: next(taken))
+    shared = SimpleNamespace(view=lambda rank, *_: torch.zeros(1 << 20))
+    monkeypatch.setattr(parallel, "peers_of", lambda group, size: (shared, ""))
+    found = parallel.links(torch.device("cpu"))
+    assert (found.send, found.copy) == ((1 << 20) / 4e-3, (1 << 20) / 2e-3)
+    taken = iter([4.0])
+    monkeypatch.setattr(parallel, "peers_of", lambda group, size: (None, "of many hosts"))
+    assert parallel.links(torch.device("cpu")).copy == 0

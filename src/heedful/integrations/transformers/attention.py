@@ -11,9 +11,11 @@ from transformers.masking_utils import find_packed_sequence_indices
 from transformers.utils import logging
 
 from heedful import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from heedful.core.base.entered import PLANS
 from heedful.core.call.arguments import UNBOUNDED
 from heedful.integrations.transformers.compact import Compact, dense, is_compact, read
 from heedful.integrations.transformers.masks import documents
+from heedful.integrations.transformers.over_ranks import attention_over_ranks
 from heedful.integrations.transformers.paths import count, count_dense
 from heedful.integrations.transformers.weights import attention_weights
 
@@ -75,6 +77,10 @@ def attention(
         "softcap": softcap or 0.0,
         "sink": s_aux,
     }
+    if PLANS:
+        others |= {"cu_seq_lens_q": cu_seq_lens_q, "position_bias": position_bias}
+        rows = q, k, v
+        return attention_over_ranks(PLANS[-1], rows, attention_mask, dropout, options, others), None
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
         if attention_mask is None or is_compact(attention_mask):

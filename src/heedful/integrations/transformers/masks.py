@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from transformers import masking_utils
 
+from heedful.core.base.entered import PLANS
 from heedful.integrations.transformers.compact import Compact, known_mask, of_rows
+from heedful.integrations.transformers.over_ranks import mask_over_ranks
 from heedful.integrations.transformers.paths import tell_why
 from heedful.integrations.transformers.patterns import Pattern, Request, find, find_traced
 
@@ -82,6 +84,8 @@ def mask(
     )
     place = Place(batch_size, q_length, kv_length, q_offset - kv_offset, device)
     pattern = (find_traced if is_compiling() else find)(request)
+    if PLANS:
+        return mask_over_ranks(pattern, attention_mask, batch_size * q_length, device)
     padding = None
     if attention_mask is not None:
         padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
