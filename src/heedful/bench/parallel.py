@@ -10,7 +10,7 @@ milliseconds; bfloat16. First come calls, whose launches the host makes while de
 replays of CUDA graphs of both sides. "predicted" is the replayed forward as `distributed/cost.py`
 has it. Plan, shard of q and unshard of out have columns of their own. MiB are what a step takes at
 most beside its inputs, forward and with backward. WORDS: only cases whose names have one of them;
-a word with "=" names a way: =ring.
+a word with "=" names a way: =ring. Last come decodes, by calls and by graphs ("decode").
 """
 
 import os
@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.cuda import nccl
 from torch.multiprocessing.spawn import spawn
 
-from heedful import flash_attn_func, flash_attn_varlen_func
+from heedful import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from heedful.bench.harness import script
-from heedful.distributed import ContextPlan, attention, cost, plan
+from heedful.distributed import ContextPlan, attention, attention_with_kvcache, cost, plan
 from heedful.distributed.exchange import swap
 from heedful.distributed.peers import peers_of
 
@@ -44,7 +44,10 @@ WAYS = {
     "send": {"strategy": "gather", "transport": "send"},
     "heads": {"strategy": "heads"},
     "ring": {"strategy": "ring"},
+    "heads x ring": {"strategy": "heads x ring"},
 }
+# Decodes: sequences, and keys of each on a GPU.
+DECODES = (8, 65536), (1, 65536)
 # Bytes that one rank sends another where links are measured.
 LINK_BYTES = 32 << 20
 
@@ -293,6 +296,56 @@ def rows(
             yield f"{words} {' '.join(columns)}"
 
 
+def decode_row(sequences: int, keys: int, device: torch.device) -> str:
+    """A line of one token of each sequence over keys that are spread over ranks, without a new key;
+    the time of one GPU is that of all keys."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+
+    def caches(count: int) -> list[Tensor]:
+        shape = sequences, count, HEADS_K, DIM
+        return [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in "kv"]
+
+    q = torch.randn((sequences, 1, HEADS, DIM), device=device, dtype=torch.bfloat16)
+    times: list[list[float]] = []
+    if rank == 0:
+        k, v = caches(keys * ranks)
+        times.append(_decoded(lambda: flash_attn_with_kvcache(q, k, v), False))
+        want = flash_attn_with_kvcache(q, k, v)
+        first, *others = zip(k.split(keys, 1), v.split(keys, 1), strict=True)
+        for other, both in enumerate(others, 1):
+            for x in both:
+                dist.send(x.contiguous(), other)
+        k, v = (x.contiguous() for x in first)
+    else:
+        k, v = caches(keys)
+        for x in (k, v):
+            dist.recv(x, 0)
+    times.append(_decoded(lambda: attention_with_kvcache(q, k, v), True))
+    slowest = torch.tensor(times[-1], device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    got = attention_with_kvcache(q, k, v)
+    words = f"decode, {sequences} x {keys} keys a GPU"
+    if rank:
+        return ""
+    if not _is_near(got, want):
+        return f"{words:34} wrong"
+    columns = [
+        f"{one:9.3f} {float(most):9.3f} {one / (ranks * float(most)):6.3f}"
+        for one, most in zip(times[0], slowest, strict=True)
+    ]
+    return f"{words:34} {' '.join(columns)}"
+
+
+def _decoded(call: Callable[[], Any], together: bool) -> list[float]:
+    """Medians in milliseconds, as a call and as a graph."""
+    found = []
+    for run in (call, captured(call)):
+        run()
+        found.append(statistics.median(_timed(run, together) for _ in range(MOST)))
+    return found
+
+
 def _rank(rank: int, ranks: int, port: int, words: list[str]) -> None:
     # Multicast over NVLink stays off: a machine may lack what it needs.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -307,6 +360,9 @@ def _rank(rank: int, ranks: int, port: int, words: list[str]) -> None:
         if not names or any(name in case.name for name in names):
             for line in rows(case, device, measured, ways):
                 script.say(line)
+    if not names or "decode" in names:
+        for line in (decode_row(*each, device) for each in DECODES):
+            script.say(*([line] if line else []))
     dist.destroy_process_group()
 
 

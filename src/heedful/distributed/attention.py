@@ -68,8 +68,8 @@ def attention(
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
-        out, as q with head_dim_v, a DTensor where q is one. With return_lse: (out, lse), lse float32 (heads_q, plan.tokens),
-        or (batch, heads_q, seqlen).
+        out, as q with head_dim_v, a DTensor where q is one. With return_lse: (out, lse), where lse
+        is float32 (heads_q, plan.tokens), or (batch, heads_q, seqlen).
 
     Raises:
         TypeError, ValueError: naming the argument, before anything is sent. Other ranks then wait
@@ -179,8 +179,8 @@ def _forward(q, k, v, sink, plan: ContextPlan, mask: Mask, options: dict[str, An
     options = options | {"sink": sink}
     wants_lse = options.pop("return_lse")
     by, arguments = _strategy(plan, mask, options, q.device)
-    if by is heads:
-        return *heads.forward(q, k, v, *arguments), by, arguments
+    if by in (heads, heads.InGrid):
+        return *by.forward(q, k, v, *arguments), by, arguments
     if by is ring:
         out, lse = ring.forward(q, k, v, *arguments)
         return out, lse, (q, k, v, out, lse), by, arguments
@@ -195,11 +195,13 @@ def _strategy(
     """The module of the plan's strategy, and its arguments after tensors. options: with sink."""
     if plan.strategy == "heads":
         return heads, (plan, options | {"window_size": _window(mask)})
-    is_ring, slopes = plan.strategy == "ring", options["alibi_slopes"] is not None
+    is_ring, slopes = plan.strategy.endswith("ring"), options["alibi_slopes"] is not None
     alone = slopes and (is_ring or mask.right != 0)
     which = mask, alone or bool(options["dropout_p"]), device
     if is_ring:
-        return ring, (plan, plan.steps(*which), options)
+        steps = plan.steps(*which)
+        by = (ring, plan) if plan.grid is None else (heads.InGrid, plan.grid)
+        return by[0], (by[1], steps, options)
     return gather, (plan, plan.schedule(*which), options)
 
 
@@ -218,8 +220,9 @@ def differentiated(
     if by is ring:
         return ring.backward(dout, dlse, rows, *arguments)
     *inputs, lse = rows
-    if by is heads:
-        return heads.backward(dout, dlse, heads.kept(rows, plan), *arguments)
+    if by in (heads, heads.InGrid):
+        made = plan if plan.grid is None else plan.grid.row
+        return by.backward(dout, dlse, heads.kept(rows, made), *arguments)
     lses = [lse[:, call.rows].contiguous() for call in arguments[1].schedule.calls]
     return gather.backward(dout, dlse, (*inputs, *lses), *arguments)
 

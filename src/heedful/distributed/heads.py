@@ -1,15 +1,18 @@
 """The strategy "heads": ranks exchange tokens for heads, so that each computes whole documents for
 some heads (DeepSpeed-Ulysses, arXiv 2309.14509), and back. KV heads of which there are fewer than
-ranks are replicated."""
+ranks are replicated. And "heads x ring", in which ranks of a grid's row do so, and a ring computes
+these heads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from heedful.distributed import ring
 from heedful.distributed.exchange import Exchange, copy, side_by_side
-from heedful.distributed.plan import ContextPlan
+from heedful.distributed.grids import Grid
+from heedful.distributed.plan import ContextPlan, StepsOnDevice
 from heedful.distributed.schedules import spread_heads
 from heedful.torch import attention_backward, flash_attn_varlen_func
 
@@ -17,12 +20,12 @@ from heedful.torch import attention_backward, flash_attn_varlen_func
 Spans = list[tuple[int, int]]
 
 
-def _spans(made: ContextPlan, kind: str) -> Spans:
+def _spans(made: ring.Ranks, kind: str) -> Spans:
     """The heads of one kind, "queries" or "keys"."""
     return [getattr(heads, kind) for heads in spread_heads(*made.heads, made.ranks)]
 
 
-def to_heads(parts: Sequence[tuple[Tensor, Spans]], made: ContextPlan) -> list[Tensor]:
+def to_heads(parts: Sequence[tuple[Tensor, Spans]], made: ring.Ranks) -> list[Tensor]:
     """This rank's rows of all heads -> all rows of the batch, in order, of this rank's heads: views
     of one buffer, in which a row has the heads of one part after those of another."""
 
@@ -49,7 +52,7 @@ def to_heads(parts: Sequence[tuple[Tensor, Spans]], made: ContextPlan) -> list[T
     return [part.unflatten(1, (-1, x.shape[-1])) for part, (x, _) in arrived]
 
 
-def from_heads(every: Tensor, widths: Sequence[int], made: ContextPlan) -> list[Tensor]:
+def from_heads(every: Tensor, widths: Sequence[int], made: ring.Ranks) -> list[Tensor]:
     """All rows of the batch, of what this rank has for each -> this rank's rows, by the rank that
     has them. every: contiguous (total_tokens, width); widths: of every rank."""
     places = made.places
@@ -102,20 +105,23 @@ class _Results:
 
 
 def _call(options: dict[str, Any], made: ContextPlan, device: torch.device) -> dict[str, Any]:
-    begin, end = _spans(made, "queries")[made.rank]
     cu_seqlens, longest = made.whole(device)
-    call = options | {
+    call = _of_heads(options, made) | {
         "cu_seqlens_q": cu_seqlens,
         "cu_seqlens_k": cu_seqlens,
         "max_seqlen_q": longest,
         "max_seqlen_k": longest,
     }
-    for name in ("sink", "alibi_slopes"):
-        if call.get(name) is not None:
-            call[name] = call[name][begin:end]
+    begin = call.pop("first_head")
     if call.get("dropout_p"):
         call["dropout_origin"] = (0, begin, 0, 0)
     return call
+
+
+# out and lse of this rank's heads: attend(q, k, v, out), which writes out and returns lse.
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# dout, dlse, q, k, v, out, lse -> their gradients, and that of this rank's heads of the sink.
+Differentiate = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
 def forward(
@@ -123,6 +129,17 @@ def forward(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """out and lse of this rank's queries, and what `backward` wants: q, k, v, out and lse of this
     rank's heads."""
+    call = _call(options, made, q.device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+        return flash_attn_varlen_func(q, k, v, **call, out=out, return_lse=True)[1]
+
+    return _exchanged(q, k, v, made, attend)
+
+
+def _exchanged(
+    q: Tensor, k: Tensor, v: Tensor, made: ring.Ranks, attend: Attend
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     queries, keys = _spans(made, "queries"), _spans(made, "keys")
     mine: Any = to_heads([(q, queries), (k, keys), (v, keys)], made)
     dim = v.shape[-1]
@@ -132,8 +149,7 @@ def forward(
     ]
     here = results[made.rank]
     out, columns = here.views(here.rows)
-    call = _call(options, made, q.device)
-    lse = flash_attn_varlen_func(*mine, **call, out=out, return_lse=True)[1]
+    lse = attend(*mine, out)
     columns.copy_(lse.T)
     widths = [result.width for result in results]
     found = from_heads(here.rows, widths, made)
@@ -143,9 +159,8 @@ def forward(
     return _put_together(outs, queries, dim), every_lse, (*mine, out, lse)
 
 
-def kept(rows: tuple[Tensor, ...], made: ContextPlan) -> tuple[Tensor, ...]:
-    """What `backward` wants, from q, k, v, out and lse of this rank's rows, which are sent again.
-    """
+def kept(rows: tuple[Tensor, ...], made: ring.Ranks) -> tuple[Tensor, ...]:
+    """What `backward` wants, from q, k, v, out and lse of this rank's rows: they are sent again."""
     q, k, v, out, lse = rows
     queries, keys = _spans(made, "queries"), _spans(made, "keys")
     mine = to_heads([(q, queries), (k, keys), (v, keys), (out, queries)], made)
@@ -161,25 +176,40 @@ def backward(
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv of this rank's rows, and the part of dsink that is this rank's heads'."""
-    q, k, v, out, lse = saved
+    call = _call(options, made, dout.device)
+
+    def differentiate(dout, dlse, *rows):
+        found = attention_backward(dout, *rows, dlse=dlse, **call)
+        return found.dq, found.dk, found.dv, found.dsink
+
+    return _returned(dout, dlse, saved, made, options, differentiate)
+
+
+def _returned(
+    dout: Tensor,
+    dlse: Tensor | None,
+    saved: tuple[Tensor, ...],
+    made: ring.Ranks,
+    options: dict[str, Any],
+    differentiate: Differentiate,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     queries, keys = _spans(made, "queries"), _spans(made, "keys")
     if dlse is not None:
         (columns,) = to_heads([(dlse.T[..., None].contiguous(), queries)], made)
         dlse = columns[..., 0].T
-    call = _call(options, made, q.device)
     (dout,) = to_heads([(dout, queries)], made)
-    grads = attention_backward(dout, q, k, v, out, lse, dlse=dlse, **call)
+    *grads, of_sink = differentiate(dout, dlse, *saved)
     dsink = None
     if options.get("sink") is not None:
         dsink = torch.zeros_like(options["sink"])
-        dsink[slice(*queries[made.rank])] = grads.dsink
-    kinds = (grads.dq, queries), (grads.dk, keys), (grads.dv, keys)
+        dsink[slice(*queries[made.rank])] = of_sink
+    kinds = [*zip(grads, (queries, keys, keys), strict=True)]
     # By rank the columns of each gradient.
     sizes = [
-        [(b - a) * x.shape[-1] for x, (a, b) in zip(grads, spans, strict=False)]
+        [(b - a) * x.shape[-1] for x, (a, b) in zip(grads, spans, strict=True)]
         for spans in zip(queries, keys, keys, strict=True)
     ]
-    packed = q.new_empty((made.total_tokens, sum(sizes[made.rank])))
+    packed = dout.new_empty((made.total_tokens, sum(sizes[made.rank])))
     side_by_side([x.flatten(1) for x, _ in kinds], packed)
     rows = from_heads(packed, [*map(sum, sizes)], made)
     split = zip(*(part.split(size, 1) for part, size in zip(rows, sizes, strict=True)), strict=True)
@@ -188,3 +218,48 @@ def backward(
         for parts, (x, spans) in zip(split, kinds, strict=True)
     )
     return dq, dk, dv, dsink
+
+
+class InGrid:
+    """The strategy "heads x ring", as `heads` and `ring` are modules."""
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, made: Grid, on: StepsOnDevice, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """As of this module."""
+        own = _of_heads(options, made.row)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+            found, lse = ring.forward(q, k, v, made.column, on, own)
+            out.copy_(found)
+            return lse
+
+        return _exchanged(q, k, v, made.row, attend)
+
+    @staticmethod
+    def backward(
+        dout: Tensor,
+        dlse: Tensor | None,
+        saved: tuple[Tensor, ...],
+        made: Grid,
+        on: StepsOnDevice,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """As of this module."""
+        own = _of_heads(options, made.row)
+
+        def differentiate(dout, dlse, *rows):
+            return ring.backward(dout, dlse, rows, made.column, on, own)
+
+        return _returned(dout, dlse, saved, made.row, options, differentiate)
+
+
+def _of_heads(options: dict[str, Any], made: ring.Ranks) -> dict[str, Any]:
+    """What calls of this rank's heads get of what is by heads."""
+    begin, end = _spans(made, "queries")[made.rank]
+    found = options | {"first_head": begin}
+    for name in ("sink", "alibi_slopes"):
+        if found.get(name) is not None:
+            found[name] = found[name][begin:end]
+    return found

@@ -16,13 +16,14 @@ from heedful.core.base.numbers import LONGEST, ints, whole
 from heedful.core.call.mask import MaskSpec
 from heedful.distributed import cost
 from heedful.distributed.exchange import agree, swap
+from heedful.distributed.grids import Grid, grid, split, width_of
 from heedful.distributed.layouts import LAYOUTS, Layout, Mask
 from heedful.distributed.peers import SharedRows, peers_of
 from heedful.distributed.rings import Part, Step, ring_steps
 from heedful.distributed.schedules import Schedule, gathered, places_of, rows_of, spread_heads
 from heedful.distributed.traced import number_of
 
-STRATEGIES = ("gather", "heads", "ring")
+STRATEGIES = ("gather", "heads", "ring", "heads x ring")
 TRANSPORTS = ("auto", "send", "copy")
 
 
@@ -65,11 +66,12 @@ class ContextPlan:
         group: the process group; None is the default one.
         rank, ranks: of this process, and how many there are.
         layout: the pieces of documents that each rank holds (`layouts.Layout`).
-        strategy: "gather", "heads" or "ring".
+        strategy: "gather", "heads", "ring" or "heads x ring".
         tokens: rows of q, k and v on this rank.
         total_tokens: rows of the whole batch.
         number: of this plan in this process, int64 () on the CPU.
         peers: memory of all ranks that "gather" copies rows from, None where it sends them.
+        grid: in which the ranks of "heads x ring" stand (`grids.Grid`), else None.
         reasons: why layout and strategy were chosen, one line each.
     """
 
@@ -82,11 +84,12 @@ class ContextPlan:
         mask: Mask,
         reasons: Sequence[str],
         peers: Any = None,
+        grid: Grid | None = None,
     ):
         self.group, self.layout, self.strategy, self.heads = group, layout, strategy, heads
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.mask, self.reasons, self.peers = mask, tuple(reasons), peers
-        self.number = number_of(self)
+        self.grid, self.number = grid, number_of(self)
         self.tokens = layout.tokens(self.rank)
         self.total_tokens = layout.starts[-1]
         # By rank, where its rows lie in the batch; the most slices that a rank has.
@@ -179,7 +182,9 @@ class ContextPlan:
 
     def steps(self, mask: Mask, one_by_one: bool, device: torch.device) -> StepsOnDevice:
         """This rank's steps of a ring for a mask, made at their first use and kept."""
-        return self._steps(self.layout, mask, self.rank, one_by_one, device)
+        grid = self.grid
+        whose = (self.layout, self.rank) if grid is None else (grid.shards, grid.column.rank)
+        return self._steps(whose[0], mask, whose[1], one_by_one, device)
 
     def _rows_on(self, device: torch.device, rank: int) -> Tensor:
         return torch.from_numpy(rows_of(self.layout, rank)).to(device)
@@ -225,6 +230,7 @@ def plan(
     layout: str = "auto",
     strategy: str = "auto",
     transport: str = "send",
+    heads_ranks: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> ContextPlan:
     """Decides which tokens of a batch each rank of a group holds, and how keys are exchanged.
@@ -243,11 +249,13 @@ def plan(
         layout: "zigzag", "contiguous", "documents", or "auto": contiguous under a window, else
             zigzag for one document and documents for several.
         strategy: "gather" (keys and values that are seen travel), "heads" (ranks exchange tokens
-            for heads), "ring" (keys of one rank at a time, least memory), or "auto": that of the
-            first two whose forward takes less, by `cost`.
+            for heads), "ring" (keys of one rank at a time, least memory), "heads x ring" (both), or
+            "auto": that of the first two whose forward takes less, by `cost`.
         transport: "send", by the group's backend; "copy", for "gather" alone: GPUs of one host
             copy rows out of each other's memory, beside kernels that hold all SMs; or "auto", which
             copies where it can. The memory is the group's, and stays.
+        heads_ranks: how many ranks, neighbours in the group, exchange tokens for heads under "heads
+            x ring": a divisor of the ranks and of heads_k. By default the largest.
         options: anything else that ranks should agree on, compared by its repr.
 
     Returns:
@@ -280,12 +288,20 @@ def plan(
         "layout": layout,
         "strategy": strategy,
         "transport": transport,
+        "heads_ranks": heads_ranks,
         "options": sorted((options or {}).items()),
     }
     agree(group, {name: _digest(fact) for name, fact in facts.items()}, _device(group))
     ranks = dist.get_world_size(group)
+    width = 0
+    if strategy == "heads x ring":
+        width = width_of(ranks, heads[1], heads_ranks)
+    elif heads_ranks is not None:
+        raise ValueError(f"heads_ranks must be None under strategy {strategy!r}")
     name, why = cost.layout_for(counts, mask) if layout == "auto" else (layout, "as asked")
-    made = LAYOUTS[name](counts, ranks, mask)
+    made = LAYOUTS[name](counts, ranks // max(1, width), mask)
+    where = grid(group, made, width, heads) if width else None
+    made = split(made, width) if width else made
     reasons = [f"layout {name}: {why}"]
     strategy = "gather" if transport == "copy" else strategy
     chosen, why = _strategy(strategy, made, mask, heads, dims, dtype)
@@ -299,7 +315,7 @@ def plan(
             raise ValueError(f"transport must be 'send' where {why}, got 'copy'")
         words = f"rows are sent: {why}" if why else "rows are copied between GPUs of a host"
         reasons.append(words if needed else "no rank needs rows of another")
-    return ContextPlan(group, made, chosen, heads, mask, reasons, peers)
+    return ContextPlan(group, made, chosen, heads, mask, reasons, peers, where)
 
 
 def mask_of(causal: Any, window_size: Any) -> Mask:

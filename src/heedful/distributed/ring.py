@@ -14,8 +14,12 @@ from torch import Tensor
 
 from heedful.distributed.calls import attended, differentiated, placed
 from heedful.distributed.exchange import Exchange, head_start, side_by_side
+from heedful.distributed.grids import Side
 from heedful.distributed.plan import ContextPlan, StepsOnDevice
 from heedful.distributed.rings import Part, Step
+
+# A plan, or the ranks of a grid's column.
+Ranks = ContextPlan | Side
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -27,7 +31,7 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 
 
 def _exchange(
-    made: ContextPlan, step: Step, sent: list[Tensor], into: list[Tensor], like: Tensor
+    made: Ranks, step: Step, sent: list[Tensor], into: list[Tensor], like: Tensor
 ) -> Exchange:
     """sent goes to the step's target, into comes from its source."""
     leaving: list[list[Tensor]] = [[] for _ in range(made.ranks)]
@@ -37,7 +41,7 @@ def _exchange(
 
 
 def _steps(
-    k: Tensor, v: Tensor, made: ContextPlan, on: StepsOnDevice
+    k: Tensor, v: Tensor, made: Ranks, on: StepsOnDevice
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """The index of each step, with its keys and values, which have arrived; those of the next are
     on their way."""
@@ -65,6 +69,7 @@ def _calls(
     """The parts of a step, with the arguments of their calls but for tensors with rows."""
     for part, cumulative in zip(on.steps[index].parts, on.cumulative[index], strict=True):
         made = options | {"window_size": part.window}
+        head = made.pop("first_head", 0)
         if not part.is_own:
             made["sink"] = None
         if len(part.lengths_q) > 1:
@@ -72,7 +77,7 @@ def _calls(
             made["max_seqlen_q"], made["max_seqlen_k"] = max(part.lengths_q), max(part.lengths_k)
         if made.get("dropout_p"):
             ((document, row, key),) = part.begins
-            made["dropout_origin"] = document, 0, row, key
+            made["dropout_origin"] = document, head, row, key
         if made.get("alibi_slopes") is not None:
             ((_, row, key),) = part.begins
             made |= placed(part, row - key)
@@ -80,7 +85,12 @@ def _calls(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, made: ContextPlan, on: StepsOnDevice, options: dict[str, Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    made: Ranks,
+    on: StepsOnDevice,
+    options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's queries."""
     shape = *q.shape[:2], v.shape[-1]
@@ -118,7 +128,7 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
     saved: tuple[Tensor, ...],
-    made: ContextPlan,
+    made: Ranks,
     on: StepsOnDevice,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -149,7 +159,7 @@ def backward(
     return dq.to(q.dtype), own.dk.to(k.dtype), own.dv.to(v.dtype), dsink
 
 
-def _returned(sums: _Sums, made: ContextPlan, step: Step) -> tuple[Exchange, Step, list[Tensor]]:
+def _returned(sums: _Sums, made: Ranks, step: Step) -> tuple[Exchange, Step, list[Tensor]]:
     """Begins to send gradients to the rank whose rows they are of."""
     rows = sums.rows
     parts = [rows.new_empty((run.stop - run.start, *rows.shape[1:])) for run in step.sent]

@@ -248,6 +248,7 @@ def test_a_rank_says_the_cases_and_ways_that_words_choose(words, names, ways, on
     one.destroy_process_group = lambda: told.append("destroyed")
     monkeypatch.setattr(parallel, "cases", lambda ranks: [Case("a b", (ranks,)), Case("c", (1,))])
     monkeypatch.setattr(parallel, "links", lambda device: "links")
+    monkeypatch.setattr(parallel, "decode_row", lambda batch, keys, device: f"{batch} of {keys}")
 
     def rows(case, device, measured, asked):
         assert measured == "links" and asked == ways
@@ -262,7 +263,8 @@ def test_a_rank_says_the_cases_and_ways_that_words_choose(words, names, ways, on
     group = {"init_method": "tcp://127.0.0.1:77", "rank": 1, "world_size": 2}
     assert told == [torch.device("cuda", 1), (("nccl",), group), "destroyed"]
     assert parallel.os.environ["NCCL_NVLS_ENABLE"] == "0"
-    assert said == [f"{name} on cuda:1" for name in names]
+    decodes = [f"{batch} of {keys}" for batch, keys in parallel.DECODES]
+    assert said == [f"{name} on cuda:1" for name in names] + decodes * (not words)
 
 
 def test_the_program_starts_a_process_for_each_gpu(monkeypatch):
@@ -302,3 +304,22 @@ def test_links_are_bytes_of_other_ranks_a_second_of_the_slowest(one, monkeypatch
     taken = iter([4.0])
     monkeypatch.setattr(parallel, "peers_of", lambda group, size: (None, "of many hosts"))
     assert parallel.links(torch.device("cpu")).copy == 0
+
+
+def test_a_decode_of_one_rank_has_times_of_both(monkeypatch):
+    dist = parallel.dist
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        taken = iter([[4.0, 2.0], [2.0, 1.0]])
+        monkeypatch.setattr(
+            parallel, "_decoded", lambda call, together: call() is None or next(taken)
+        )
+        found = parallel.decode_row(2, 24, torch.device("cpu"))
+        words = "decode, 2 x 24 keys a GPU"
+        assert found.startswith(words)
+        assert [*map(float, found.removeprefix(words).split())] == [4, 2, 2, 2, 1, 2]
+        monkeypatch.setattr(parallel, "attention_with_kvcache", lambda q, k, v: q * 9)
+        taken = iter([[4.0, 2.0], [2.0, 1.0]])
+        assert parallel.decode_row(2, 24, torch.device("cpu")).endswith(" wrong")
+    finally:
+        dist.destroy_process_group()

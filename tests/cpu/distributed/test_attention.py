@@ -26,6 +26,7 @@ WAYS = [
     (2, "heads", "documents"),
     (4, "gather", "zigzag"),
     (4, "ring", "zigzag"),
+    (4, "heads x ring", "documents"),
 ]
 SLOW = [
     (2, "gather", "zigzag"),
@@ -35,6 +36,7 @@ SLOW = [
     (4, "gather", "documents"),
     (2, "ring", "zigzag"),
     (4, "ring", "contiguous"),
+    (4, "heads x ring", "zigzag"),
 ]
 
 

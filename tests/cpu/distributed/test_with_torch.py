@@ -1,4 +1,4 @@
-"""Attention over ranks inside of what else torch has: compiled code, checkpoints, DTensors, FSDP."""
+"""Attention over ranks inside of what torch has: compiled code, checkpoints, DTensors, FSDP."""
 
 from typing import Any
 
