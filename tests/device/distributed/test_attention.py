@@ -11,6 +11,7 @@ from heedful.distributed import attention, plan
 from support.problems import budget
 from support.problems.cases import build
 from support.runs.context import CASES, computed
+from support.runs.decoding import stepped
 from support.runs.ranks import Ranks
 
 pytestmark = [
@@ -25,6 +26,11 @@ WAYS = [
     ("ring", "documents"),
     ("copy", "zigzag"),
     ("copy", "documents"),
+    pytest.param(
+        "heads x ring",
+        "documents",
+        marks=pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs"),
+    ),
 ]
 
 
@@ -74,3 +80,12 @@ def replayed(rank: int, count: int, strategy: str, lengths: list[int]) -> list[b
 def test_a_replayed_graph_gives_the_bits_of_another(ranks, strategy, lengths):
     for found in ranks.run(replayed, strategy, lengths):
         assert all(found)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "owner", "has_sink", "pages"), [(1, 0, True, 0), (4, 1, False, 16)]
+)
+def test_a_step_over_caches_of_gpus_is_that_of_one_cache(ranks, tokens, owner, has_sink, pages):
+    for out, lse in ranks.run(stepped, tokens, owner, has_sink, pages, "bfloat16", "cuda"):
+        # Parts are float32, and out is rounded once. Log-sum-exps are of rounded q and k.
+        assert out <= 1 and lse <= 8
