@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -308,16 +309,26 @@ def test_no_tile_of_keys_takes_longer_than_a_group_of_a_backward_over_all_SMs(le
             assert call.is_local or most <= (sizes[0] + 0.5) * tiles / cost.SMS
 
 
-def dies(rank: int, count: int, when: str) -> tuple[str, float]:
-    """Rank 1 ends before the step, or before its backward; what the others meet, and how late."""
-    made = planned(lengths=[1024])
-    q, k, v = (torch.randn(made.tokens, heads, 8).requires_grad_() for heads in (2, 1, 1))
+def dies(rank: int, count: int, when: str, strategy: str) -> tuple[str, float]:
+    """Rank 1 ends before the step, in it or in its backward, or before that; what the others meet,
+    and how late."""
+    made = planned(lengths=[1024], heads_q=4, heads_k=2, strategy=strategy)
+    q, k, v = (torch.randn(made.tokens, heads, 8).requires_grad_() for heads in (4, 2, 2))
     if rank == 1 and when == "before the step":
         os._exit(1)
+    if rank == 1 and when.startswith("in "):
+        # Its first transfer has begun or ended, and none after it will.
+        calls = {
+            "gather": ("attended", "differentiated"),
+            "heads": ("flash_attn_varlen_func", "attention_backward"),
+            "ring": ("attended", "differentiated"),
+        }
+        name = calls[strategy][when == "in the backward"]
+        setattr(import_module(f"heedful.distributed.{strategy}"), name, lambda *a, **k: os._exit(1))
     start = time.monotonic()
     try:
         out = attention(q, k, v, made, causal=True)
-        if rank == 1:
+        if rank == 1 and when == "before the backward":
             os._exit(1)
         out.sum().backward()
     except RuntimeError as error:
@@ -325,11 +336,21 @@ def dies(rank: int, count: int, when: str) -> tuple[str, float]:
     return "", time.monotonic() - start
 
 
-@pytest.mark.parametrize("when", ["before the step", "before the backward"])
-def test_the_others_raise_soon_after_a_rank_has_died(tmp_path, when):
+WHEN = ["before the step", "in the step", "before the backward", "in the backward"]
+# When, and under which strategy: by default each once.
+DEATHS = [(when, "gather") for when in WHEN]
+DEATHS += [
+    pytest.param(when, strategy, marks=pytest.mark.slow)
+    for strategy in ("heads", "ring")
+    for when in WHEN
+]
+
+
+@pytest.mark.parametrize(("when", "strategy"), DEATHS)
+def test_the_others_raise_soon_after_a_rank_has_died(tmp_path, when, strategy):
     made = Ranks(2, tmp_path, seconds=5.0)
     try:
-        (said, answer), (ended, _) = made.outcomes(dies, when)
+        (said, answer), (ended, _) = made.outcomes(dies, when, strategy)
         assert ended == "ended" and not said
         assert answer[0] and answer[1] < 10
     finally:
