@@ -1,5 +1,5 @@
 """Draws the pages of measurements/ from their tables, the lists of them and of the decisions, the
-README's picture and that of docs/masks.md: `make docs`.
+README's picture and those of docs/masks.md and docs/context-parallel.md: `make docs`.
 
 A page is an entry of measurements/pages.toml and the CSV files of the folder of its name. The
 entry's `summary` names the file whose table docs/measurements.md shows, `picture` one that
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import draw_masks
+import draw_ranks
 import draw_speed
 
 ROOT = Path(__file__).parents[1]
@@ -205,6 +206,7 @@ def pages() -> dict[Path, str]:
         DECISIONS / "README.md": _decisions(),
         **_pictures(pages),
         **{DOCS / name: text for name, text in draw_masks.pictures().items()},
+        **{DOCS / name: text for name, text in draw_ranks.pictures().items()},
     }
 
 

@@ -9,10 +9,12 @@ row exists only if what ranks computed is near what the one computed. Times are 
 milliseconds; bfloat16. First come calls, whose launches the host makes while devices work, then
 replays of CUDA graphs of both sides. "predicted" is the replayed forward as `distributed/cost.py`
 has it. Plan, shard of q and unshard of out have columns of their own. MiB are what a step takes at
-most beside its inputs, forward and with backward. WORDS: only cases whose names have one of them;
-a word with "=" names a way: =ring. Last come decodes, by calls and by graphs ("decode").
+most beside its inputs, forward and with backward. The ways zigzag and llama3 are others' schedules
+(`parallel_peers.py`). WORDS: only cases whose names have one of them; a word with "=" names a way:
+=ring. Last come decodes, by calls and by graphs ("decode").
 """
 
+import math
 import os
 import socket
 import statistics
@@ -31,7 +33,8 @@ from torch.multiprocessing.spawn import spawn
 
 from heedful import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from heedful.bench.harness import script
-from heedful.distributed import ContextPlan, attention, attention_with_kvcache, cost, plan
+from heedful.bench.parallel_peers import PEERS, Peer
+from heedful.distributed import attention, attention_with_kvcache, cost, plan
 from heedful.distributed.exchange import swap
 from heedful.distributed.peers import peers_of
 
@@ -45,6 +48,7 @@ WAYS = {
     "heads": {"strategy": "heads"},
     "ring": {"strategy": "ring"},
     "heads x ring": {"strategy": "heads x ring"},
+    **dict.fromkeys(PEERS, {}),
 }
 # Decodes: sequences, and keys of each on a GPU.
 DECODES = (8, 65536), (1, 65536)
@@ -153,10 +157,12 @@ def alone(case: Case, tensors: list[Tensor], dout: Tensor) -> tuple[Work, list[f
     return timed[0][0], [min(same) for same in zip(*(t for _, t in timed), strict=True)]
 
 
-def spread(case: Case, made: ContextPlan, tensors: list[Tensor], dout: Tensor) -> Work:
+def spread(case: Case, made: Any, tensors: list[Tensor], dout: Tensor) -> Work:
     """This rank's part."""
 
     def call(q, k, v):
+        if isinstance(made, Peer):
+            return made.call(q, k, v)
         return attention(q, k, v, made, causal=True, window_size=(case.window, 0))
 
     return Work(call, [made.shard(x) for x in tensors], made.shard(dout))
@@ -217,9 +223,11 @@ def _median(call: Callable[[], Any]) -> float:
     return float(slowest)
 
 
-def planned(case: Case, way: str) -> tuple[ContextPlan, float]:
-    """And the milliseconds that it took."""
+def planned(case: Case, way: str) -> tuple[Any, float]:
+    """A plan or a peer, and the milliseconds that it took."""
     start = time.perf_counter()
+    if way in PEERS:
+        return PEERS[way](case.lengths, case.window), 0.0
     made = plan(
         lengths=case.lengths,
         heads_q=HEADS,
@@ -232,13 +240,13 @@ def planned(case: Case, way: str) -> tuple[ContextPlan, float]:
     return made, (time.perf_counter() - start) * 1e3
 
 
-def token_times(made: ContextPlan, whole: Tensor, out: Tensor) -> tuple[float, float]:
+def token_times(made: Any, whole: Tensor, out: Tensor) -> tuple[float, float]:
     """Milliseconds of shard, and of unshard. out: of the whole batch."""
     mine = made.shard(out)
     return _median(lambda: made.shard(whole)), _median(lambda: made.unshard(mine))
 
 
-def more_memory(call: Callable[[], Any], made: ContextPlan) -> float:
+def more_memory(call: Callable[[], Any], made: Any) -> float:
     """MiB that a call takes at most beside what there was, with what ranks share."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -246,12 +254,15 @@ def more_memory(call: Callable[[], Any], made: ContextPlan) -> float:
     found = call()
     torch.cuda.synchronize()
     del found
-    shared = made.peers.size if made.peers else 0
+    peers = getattr(made, "peers", None)
+    shared = peers.size if peers else 0
     return (torch.cuda.max_memory_allocated() - before + shared) / 2**20
 
 
-def predicted(made: ContextPlan) -> float:
-    """Milliseconds of a replayed forward."""
+def predicted(made: Any) -> float:
+    """Milliseconds of a replayed forward; NaN of a peer's."""
+    if isinstance(made, Peer):
+        return math.nan
     found = cost.forwards(made.layout, made.mask, made.heads, (DIM, DIM), 2)
     return found[made.strategy] * 1e3
 
@@ -290,7 +301,8 @@ def rows(
                 f"{one:9.3f} {float(most):9.3f} {one / (ranks * float(most)):6.3f}"
                 for one, most in zip(times, slowest, strict=True)
             ]
-            columns += [f"{predicted(made):9.3f} {made.layout.balance(made.mask):8.3f}"]
+            balance = math.nan if way in PEERS else made.layout.balance(made.mask)
+            columns += [f"{predicted(made):9.3f} {balance:8.3f}"]
             columns += [f"{ms:8.1f} {spent[0]:8.3f} {spent[1]:8.3f} {measured}"]
             columns += [f"{mib:8.0f}" for mib in memory]
             yield f"{words} {' '.join(columns)}"

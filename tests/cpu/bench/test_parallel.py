@@ -181,7 +181,7 @@ def test_a_row_has_times_of_both_their_efficiency_balance_and_the_plans_time(
     rank, one, monkeypatch
 ):
     one.get_rank = lambda: rank
-    ways = [*parallel.WAYS]
+    ways = [way for way in parallel.WAYS if way not in parallel.PEERS]
     # The first is right, the last cannot be.
     plans, wrong = [], iter([0.0, *[7.0] * (len(ways) - 2)])
     monkeypatch.setattr(parallel, "HEADS", 4)
@@ -216,7 +216,7 @@ def test_a_row_has_times_of_both_their_efficiency_balance_and_the_plans_time(
     monkeypatch.setattr(parallel, "more_memory", lambda call, made: len(call()))
     monkeypatch.setattr(parallel, "predicted", lambda made: 0.75)
     case, measured = Case("a case", (2, 3), 3), parallel.Links(225e9, 352e9)
-    found = list(parallel.rows(case, torch.device("cpu"), measured))
+    found = list(parallel.rows(case, torch.device("cpu"), measured, ways))
     assert one.reduced.count(parallel.dist.ReduceOp.MAX) == len(ways) - 1
     facts = {"heads_q": 4, "heads_k": 2, "head_dim": 8, "lengths": (2, 3), "window_size": (3, 0)}
     told = [facts | parallel.WAYS[way] | {"layout": "zigzag"} for way in ways]
