@@ -41,8 +41,8 @@ from heedful.distributed.peers import peers_of
 # Calls of which a median is taken: as many as take so many milliseconds, within these bounds.
 MILLISECONDS, FEWEST, MOST = 400.0, 7, 50
 HEADS, HEADS_K, DIM = 32, 8, 128
-# What is told to `plan`, by name.
-WAYS = {
+# Arguments of `plan`, by name.
+WAYS: dict[str, dict[str, Any]] = {
     "copy": {"strategy": "gather", "transport": "copy"},
     "send": {"strategy": "gather", "transport": "send"},
     "heads": {"strategy": "heads"},

@@ -47,7 +47,7 @@ class Zigzag(Peer):
         rank, ranks = dist.get_rank(), dist.get_world_size()
         if len(lengths) > 1 or window >= 0 or lengths[0] % (2 * ranks):
             raise ValueError(f"zigzag takes one document of 2 x {ranks} equal chunks, no window")
-        chunks = torch.arange(lengths[0]).chunk(2 * ranks)
+        chunks = torch.arange(lengths[0], device="cpu").chunk(2 * ranks)
         self.rows = torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
 
     def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -89,8 +89,8 @@ class _Zigzag(torch.autograd.Function):
         for step in range(ranks):
             after, works = _passed_on(keys) if step + 1 < ranks else (keys, [])
             rows, seen = _seen(step, rank, half)
-            given = q[None, rows], keys[0][None, seen], keys[1][None, seen]
-            part, part_lse = flash_attn_func(*given, causal=step == 0, return_lse=True)
+            parts = q[None, rows], keys[0][None, seen], keys[1][None, seen]
+            part, part_lse = flash_attn_func(*parts, causal=step == 0, return_lse=True)
             if step == 0:
                 out.copy_(part[0])
                 lse.copy_(part_lse[0])
@@ -114,7 +114,7 @@ class _Zigzag(torch.autograd.Function):
         for step in range(ranks):
             after, works = _passed_on(keys) if step + 1 < ranks else (keys, [])
             rows, seen = _seen(step, rank, half)
-            found = attention_backward(
+            grad = attention_backward(
                 grads[0][None, rows],
                 q[None, rows],
                 keys[0][None, seen],
@@ -123,11 +123,11 @@ class _Zigzag(torch.autograd.Function):
                 lse[None, :, rows].contiguous(),
                 causal=step == 0,
             )
-            dq[rows] += found.dq[0]
+            dq[rows] += grad.dq[0]
             # The sums of these keys came from the rank before.
             _wait(sending)
-            sums[0, seen] += found.dk[0]
-            sums[1, seen] += found.dv[0]
+            sums[0, seen] += grad.dk[0]
+            sums[1, seen] += grad.dv[0]
             sums, sending = _passed_on(sums)
             _wait(works)
             keys = after
@@ -141,7 +141,7 @@ class Llama3(Peer):
         if total % ranks:
             raise ValueError(f"llama3 takes a batch of {ranks} equal parts, got {total} tokens")
         begin, end = total * rank // ranks, total * (rank + 1) // ranks
-        self.rows = torch.arange(begin, end)
+        self.rows = torch.arange(begin, end, device="cpu")
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + length)
@@ -149,7 +149,7 @@ class Llama3(Peer):
         self.keys = slice(spans[0][0], end)
         queries = [0, *(min(stop, end) - begin for _, stop in spans)]
         keys = [0, *(min(stop, end) - spans[0][0] for _, stop in spans)]
-        self.ends = torch.tensor([queries, keys], dtype=torch.int32)
+        self.ends = torch.tensor([queries, keys], dtype=torch.int32, device="cpu")
         sizes = self.ends.diff()
         self.longest = int(sizes[0].max()), int(sizes[1].max())
         self.window, self._on = window, {}
@@ -191,10 +191,10 @@ class _Llama3(torch.autograd.Function):
                 after = _gathered(k, v, first + HEADS_AT_ONCE)
             heads = slice(first * group, (first + HEADS_AT_ONCE) * group)
             k_part, v_part = keys[made.keys].unbind(1)
-            found = flash_attn_varlen_func(
+            result = flash_attn_varlen_func(
                 q[:, heads], k_part, v_part, **options, out=out[:, heads], return_lse=True
             )
-            lses.append(found[1])
+            lses.append(result[1])
         ctx.made = made
         ctx.save_for_backward(q, k, v, out, *lses)
         return out
@@ -213,11 +213,11 @@ class _Llama3(torch.autograd.Function):
                 after = _gathered(k, v, first + HEADS_AT_ONCE)
             heads = slice(first * group, (first + HEADS_AT_ONCE) * group)
             k_part, v_part = keys[made.keys].unbind(1)
-            given = grads[0][:, heads], q[:, heads], k_part, v_part, out[:, heads], lses[index]
-            found = attention_backward(*given, **options)
-            dq[:, heads] = found.dq
+            parts = grads[0][:, heads], q[:, heads], k_part, v_part, out[:, heads], lses[index]
+            grad = attention_backward(*parts, **options)
+            dq[:, heads] = grad.dq
             sums = torch.zeros_like(keys)
-            sums[made.keys, 0], sums[made.keys, 1] = found.dk, found.dv
+            sums[made.keys, 0], sums[made.keys, 1] = grad.dk, grad.dv
             mine = keys.new_empty((len(k), *keys.shape[1:]))
             work = dist.reduce_scatter_tensor(mine, sums, async_op=True)
             reducing.append((slice(first, first + HEADS_AT_ONCE), mine, work))

@@ -124,8 +124,8 @@ def _sharded(rows, plan: ContextPlan, return_lse: bool, more: tuple, named: dict
     """`attention` of DTensors: of each rank's part, as DTensors."""
     from heedful.distributed.shards import local_rows
 
-    parts, made = local_rows(rows, plan)
-    out, lse = attention(*parts, plan, *more, **named, return_lse=True)
+    (q, k, v), made = local_rows(rows, plan)
+    out, lse = attention(q, k, v, plan, *more, **named, return_lse=True)
     out = made(out, out.ndim - 3)
     return (out, made(lse, lse.ndim - 1)) if return_lse else out
 
@@ -173,7 +173,7 @@ def _check_strategy(strategy: str, mask: Mask, drops: bool, has_slopes: bool) ->
         raise ValueError(f"dropout_p must be 0 {under} 'heads' or 'ring'")
 
 
-def _forward(q, k, v, sink, plan: ContextPlan, mask: Mask, options: dict[str, Any]):
+def _forward(q, k, v, sink, plan: ContextPlan, mask: Mask, options: dict[str, Any]) -> Any:
     """out, lse or None, what the backward wants of tensors, by which module it is, and its other
     arguments. options: and return_lse."""
     options = options | {"sink": sink}

@@ -141,7 +141,7 @@ def _exchanged(
     q: Tensor, k: Tensor, v: Tensor, made: ring.Ranks, attend: Attend
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     queries, keys = _spans(made, "queries"), _spans(made, "keys")
-    mine: Any = to_heads([(q, queries), (k, keys), (v, keys)], made)
+    mine = q_mine, k_mine, v_mine = to_heads([(q, queries), (k, keys), (v, keys)], made)
     dim = v.shape[-1]
     results = [
         _Results(q, made.total_tokens * (r == made.rank), end - begin, dim)
@@ -149,7 +149,7 @@ def _exchanged(
     ]
     here = results[made.rank]
     out, columns = here.views(here.rows)
-    lse = attend(*mine, out)
+    lse = attend(q_mine, k_mine, v_mine, out)
     columns.copy_(lse.T)
     widths = [result.width for result in results]
     found = from_heads(here.rows, widths, made)
@@ -160,7 +160,8 @@ def _exchanged(
 
 
 def kept(rows: tuple[Tensor, ...], made: ring.Ranks) -> tuple[Tensor, ...]:
-    """What `backward` wants, from q, k, v, out and lse of this rank's rows: they are sent again."""
+    """The tensors that `backward` wants, from q, k, v, out and lse of this rank's rows, which are
+    sent again."""
     q, k, v, out, lse = rows
     queries, keys = _spans(made, "queries"), _spans(made, "keys")
     mine = to_heads([(q, queries), (k, keys), (v, keys), (out, queries)], made)
@@ -178,7 +179,7 @@ def backward(
     """dq, dk, dv of this rank's rows, and the part of dsink that is this rank's heads'."""
     call = _call(options, made, dout.device)
 
-    def differentiate(dout, dlse, *rows):
+    def differentiate(dout: Tensor, dlse: Tensor | None, *rows: Any) -> Any:
         found = attention_backward(dout, *rows, dlse=dlse, **call)
         return found.dq, found.dk, found.dv, found.dsink
 
@@ -198,7 +199,8 @@ def _returned(
         (columns,) = to_heads([(dlse.T[..., None].contiguous(), queries)], made)
         dlse = columns[..., 0].T
     (dout,) = to_heads([(dout, queries)], made)
-    *grads, of_sink = differentiate(dout, dlse, *saved)
+    found: Any = differentiate(dout, dlse, *saved)
+    *grads, of_sink = found
     dsink = None
     if options.get("sink") is not None:
         dsink = torch.zeros_like(options["sink"])
@@ -256,9 +258,9 @@ class InGrid:
 
 
 def _of_heads(options: dict[str, Any], made: ring.Ranks) -> dict[str, Any]:
-    """What calls of this rank's heads get of what is by heads."""
+    """The options of calls of this rank's heads."""
     begin, end = _spans(made, "queries")[made.rank]
-    found = options | {"first_head": begin}
+    found: dict[str, Any] = options | {"first_head": begin}
     for name in ("sink", "alibi_slopes"):
         if found.get(name) is not None:
             found[name] = found[name][begin:end]

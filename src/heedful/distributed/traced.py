@@ -70,7 +70,7 @@ def _backward(dout, dlse, out, lse, q, k, v, sink, alibi_slopes, plan, *more):
     if is_batch:
         dout, out, q, k, v = (x.flatten(0, 1) for x in (dout, out, q, k, v))
         dlse, lse = (None if x is None else x.movedim(0, 1).flatten(1) for x in (dlse, lse))
-    saved = q, k, v, out, lse
+    saved: Any = q, k, v, out, lse
     *grads, dsink = differentiated(dout, dlse, saved, sink, _PLANS[int(plan)], mask, options)
     if is_batch:
         grads = [x.unflatten(0, (batch, -1)) for x in grads]

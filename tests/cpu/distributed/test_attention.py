@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from heedful.distributed import ContextPlan, attention, plan
+from support.distributed.context import CASES, computed, packed
 from support.problems import budget
 from support.problems.budget import Results
 from support.problems.cases import Built, Case, build
-from support.runs.context import CASES, computed, packed
 from support.runs.ranks import Ranks
 
 # (ranks, strategy, layout). What is slow says little that the others do not.

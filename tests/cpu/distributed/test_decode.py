@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from heedful.distributed import attention_with_kvcache
-from support.runs.decoding import DIM, HEADS, HEADS_K, stepped
+from support.distributed.decoding import DIM, HEADS, HEADS_K, stepped
 from support.runs.ranks import Ranks
 
 

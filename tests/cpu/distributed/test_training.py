@@ -2,8 +2,8 @@
 orders do, and two planted faults are seen."""
 
 from heedful.demo.model import ModelSize
+from support.distributed.training import Run, check
 from support.runs.ranks import Ranks
-from support.runs.training import Run, check
 
 
 def test_losses_over_ranks_are_those_of_one_and_faults_are_not(tmp_path):

@@ -28,7 +28,7 @@ def planned(lengths: list[int] = LENGTHS, **more: Any) -> ContextPlan:
     return plan(lengths=lengths, **shape, **more)
 
 
-def drawn(made: ContextPlan) -> list[Tensor]:
+def drawn(made: ContextPlan) -> list[Any]:
     """This rank's q, k, v and dout."""
     whole = torch.Generator().manual_seed(0)
     counts = HEADS, HEADS_K, HEADS_K, HEADS
@@ -142,12 +142,13 @@ def sharded(rank: int, count: int) -> dict[str, Any]:
             x, mesh, [where or Shard(0)], shape=shape, stride=(x[0].numel(), DIM, 1)
         ).requires_grad_()
 
-    leaves = [part(x) for x in (q, k, v)]
-    out, lse = attention(*leaves, made, causal=True, return_lse=True)
-    grads = torch.autograd.grad(out, leaves, part(dout).detach())
-    plain = [x.requires_grad_() for x in (q, k, v)]
-    want, want_lse = attention(*plain, made, causal=True, return_lse=True)
-    wanted = torch.autograd.grad(want, plain, dout)
+    leaves = one, two, three = [part(x) for x in (q, k, v)]
+    out, lse = attention(one, two, three, made, causal=True, return_lse=True)
+    grads: Any = torch.autograd.grad(out, leaves, part(dout).detach())
+    for x in (q, k, v):
+        x.requires_grad_()
+    want, want_lse = attention(q, k, v, made, causal=True, return_lse=True)
+    wanted = torch.autograd.grad(want, (q, k, v), dout)
     errors = []
     for wrong in (leaves[0], q), (part(q.detach(), Replicate()), leaves[1]):
         with pytest.raises(ValueError) as caught:

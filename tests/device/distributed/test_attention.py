@@ -8,10 +8,10 @@ import torch
 
 from heedful.bench.parallel import captured
 from heedful.distributed import attention, plan
+from support.distributed.context import CASES, computed
+from support.distributed.decoding import stepped
 from support.problems import budget
 from support.problems.cases import build
-from support.runs.context import CASES, computed
-from support.runs.decoding import stepped
 from support.runs.ranks import Ranks
 
 pytestmark = [

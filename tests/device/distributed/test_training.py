@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from heedful.demo.model import ModelSize
+from support.distributed.training import Run, check
 from support.runs.ranks import Ranks
-from support.runs.training import Run, check
 
 pytestmark = [
     pytest.mark.gpu,

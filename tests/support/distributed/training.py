@@ -66,7 +66,7 @@ def loss_of(run: Run, model: GPT, step: int, spread: bool) -> Tensor:
     if spread:
         size = run.size
         dtype = torch.bfloat16 if run.device == "cuda" else torch.float32
-        heads = {"heads_q": size.heads, "heads_k": size.heads_k or size.heads}
+        heads: Any = {"heads_q": size.heads, "heads_k": size.heads_k or size.heads}
         made = plan(lengths=seen, head_dim=size.head_dim, dtype=dtype, **heads)
         tokens, labels, places = (made.shard(x) for x in (tokens, labels, places))
     tokens, labels, places = (x.to(run.device) for x in (tokens, labels, places))

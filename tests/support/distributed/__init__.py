@@ -1,0 +1,1 @@
+"""What ranks of a group do in tests of `heedful.distributed`: batches, decodes, training."""
