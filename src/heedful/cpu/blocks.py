@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from heedful.core.call.mask import MaskSpec
 from heedful.core.call.operands import Operands
 from heedful.core.call.problem import AttentionProblem
 from heedful.cpu.block_lists import is_listed
@@ -118,6 +119,11 @@ class Block:
     _tokens: torch.Tensor | None = field(default=None, repr=False)
 
     @property
+    def mask(self) -> MaskSpec:
+        """That of its sequences, with the offset of their diagonal."""
+        return self.problem.mask if self.seq is None else self.seq.mask
+
+    @property
     def heads(self) -> int:
         """Independent matrices: batch rows times kv heads."""
         return len(self.batches) * len(self.kv_heads)
@@ -129,7 +135,7 @@ class Block:
 
     def seen(self) -> range:
         """The keys from the first to the last that any of the block's queries sees by position."""
-        key_range = self.problem.mask.key_range(0, self.len_q, UNIT, self.len_q, self.len_k)
+        key_range = self.mask.key_range(0, self.len_q, UNIT, self.len_q, self.len_k)
         begin = 0 if key_range.first_end else key_range.begin * UNIT
         return range(begin, max(begin, min(key_range.end * UNIT, self.len_k)))
 
@@ -137,7 +143,7 @@ class Block:
         """The queries of `rows` that see any of keys `cols` by position. With grouped heads it
         returns all rows: those of several heads are interleaved, so that some positions are not a
         slice."""
-        mask, off = self.problem.mask, self.problem.mask.offset(self.len_q, self.len_k)
+        mask, off = self.mask, self.mask.offset(self.len_q, self.len_k)
         if self.problem.group > 1:
             return rows
         start, stop = rows.start, rows.stop
@@ -149,7 +155,7 @@ class Block:
 
     def with_one_key(self, rows: range) -> list[int]:
         """Which of queries `rows` see a single key by position, counted from the first of them."""
-        mask, off = self.problem.mask, self.problem.mask.offset(self.len_q, self.len_k)
+        mask, off = self.mask, self.mask.offset(self.len_q, self.len_k)
         if not mask.bounded:
             return list(range(len(rows))) if self.len_k == 1 else []
         i = torch.arange(rows.start, rows.stop, dtype=torch.int64, device="cpu") + off
@@ -279,9 +285,10 @@ def _token_run(storage: torch.Tensor, token: int, count: int) -> torch.Tensor:
 
 
 def is_scattered(x: Operands) -> bool:
-    """Whether any sequence is not a whole row of (B, S, ...) storage, or shares one."""
+    """Whether any sequence is not a whole row of (B, S, ...) storage, shares one, or has a diagonal
+    of its own."""
     places = (x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k)
-    places += (x.block_table, x.kv_batch_idx, x.leftpad_k)
+    places += (x.block_table, x.kv_batch_idx, x.leftpad_k, x.q_offsets)
     return any(place is not None for place in places)
 
 
@@ -350,10 +357,10 @@ def key_tiles(block: Block, rows: range) -> Iterator[tuple[range, bool]]:
     masked by position; a tile ends where that changes. Tiles that key_ranges or lists hide are left
     out.
     """
-    key_range = block.problem.mask.key_range(rows.start, len(rows), UNIT, block.len_q, block.len_k)
+    key_range = block.mask.key_range(rows.start, len(rows), UNIT, block.len_q, block.len_k)
     bounds = (key_range.begin, key_range.full_begin, key_range.full_end, key_range.end)
     begin, full_begin, full_end, end = (min(unit * UNIT, block.len_k) for unit in bounds)
-    if not block.problem.mask.bounded:
+    if not block.mask.bounded:
         # The last keys, fewer than a UNIT, are all visible.
         full_end = end
     parts = (

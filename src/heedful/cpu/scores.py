@@ -281,7 +281,7 @@ class Tiles:
     def least_entry(self, block: Block, rows: range, cols: range) -> int:
         """The entry of rel_bias of a tile's first query and last key, of which there may be none:
         each later query or earlier key has the next."""
-        off = self.problem.mask.offset(block.len_q, block.len_k)
+        off = block.mask.offset(block.len_q, block.len_k)
         return rows.start + off - (cols.stop - 1) + self.x.rel_bias.shape[1] // 2
 
     def is_folded(self, a, b) -> bool:
@@ -311,7 +311,7 @@ class Tiles:
 
     def _distance(self, block: Block, rows: range, cols: range) -> torch.Tensor:
         """j - i - off of every score of the tile, in scratch precision, (M, N)."""
-        off = self.problem.mask.offset(block.len_q, block.len_k)
+        off = block.mask.offset(block.len_q, block.len_k)
         i = torch.arange(rows.start, rows.stop, dtype=self.scratch.dtype, device="cpu")
         j = torch.arange(cols.start, cols.stop, dtype=self.scratch.dtype, device="cpu")
         return (j - off) - i[:, None]
@@ -319,14 +319,14 @@ class Tiles:
     def _sides(self, block: Block, rows: range, cols: range) -> tuple[int, int]:
         """The first key minus the position of the first query among all keys, and how many leading
         keys of the tile no window hides."""
-        mask = self.problem.mask
+        mask = block.mask
         off = mask.offset(block.len_q, block.len_k)
         first = max(0, min(mask.first - cols.start, len(cols)))
         return cols.start - rows.start - off, first
 
     def _clear(self, heads: torch.Tensor, block: Block, rows: range, cols: range) -> None:
         """Zeros where the causal mask or window hides, in a tile (B, G, R, M, N)."""
-        mask, (distance, first) = self.problem.mask, self._sides(block, rows, cols)
+        mask, (distance, first) = block.mask, self._sides(block, rows, cols)
         if mask.right >= 0:
             heads.tril_(mask.right - distance)
         if mask.left >= 0 and first < len(cols):
@@ -334,7 +334,7 @@ class Tiles:
 
     def _hidden_by_position(self, block: Block, rows: range, cols: range) -> torch.Tensor:
         """-inf where the causal mask or window hides, else 0: (M, N)."""
-        mask, (distance, first) = self.problem.mask, self._sides(block, rows, cols)
+        mask, (distance, first) = block.mask, self._sides(block, rows, cols)
         key = distance, first, len(rows), len(cols)
         if key not in self._hidden:
             hidden = torch.full(key[2:], -torch.inf, dtype=self.scratch.dtype, device="cpu")

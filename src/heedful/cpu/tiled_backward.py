@@ -182,7 +182,7 @@ class _BlockBackward:
 
     def _query_tiles(self, cols: range) -> Iterator[tuple[int, bool]]:
         """Query tiles that see any of keys `cols`: index, and whether position may hide any."""
-        mask, block = self.tiles.problem.mask, self.block
+        mask, block = self.block.mask, self.block
         step = query_rows(self.tiles.problem)
         begin, end = mask.query_range(cols.start, len(cols), step, block.len_q, block.len_k)
         for index in range(begin, end):

@@ -227,7 +227,7 @@ def _by_first_maximum(
 def _with_a_key_first(block: Block, rows: range, tiles: KeyTiles) -> KeyTiles:
     """These key tiles of queries `rows`, beginning with one in which each row sees a key by
     position; empty if there is none, or if key_ranges or lists may hide the key."""
-    mask = block.problem.mask
+    mask = block.mask
     if block.problem.key_ranges or block.problem.block_mask:
         return []
     off = mask.offset(block.len_q, block.len_k)

@@ -125,7 +125,7 @@ def _sequence_forward(
     if x.alibi_slopes is not None:
         i = torch.arange(seq.len_q, device=device)[:, None]
         j = torch.arange(seq.len_k, device=device)
-        distance = (i + problem.mask.offset(seq.len_q, seq.len_k) - j).abs()
+        distance = (i + seq.offset - j).abs()
         s_HMN = s_HMN - (x.alibi_slopes[seq.batch, :, None, None] * distance).to(stored)
     if x.rel_bias is not None:
         s_HMN = s_HMN + x.rel_bias[:, _entries(problem, x, seq)]

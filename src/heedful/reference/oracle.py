@@ -205,7 +205,7 @@ def _block(problem: AttentionProblem, x: Operands, seq: Sequence, kv_heads: slic
     i, j = np.arange(seq.len_q)[:, None], np.arange(seq.len_k)[None, :]
     if x.alibi_slopes is not None:
         slopes = np.asarray(x.alibi_slopes, np.float64)[seq.batch, heads, None, None]
-        s_HMN = s_HMN - slopes * np.abs(i + problem.mask.offset(seq.len_q, seq.len_k) - j)
+        s_HMN = s_HMN - slopes * np.abs(i + seq.offset - j)
     if x.rel_bias is not None:
         s_HMN = s_HMN + np.asarray(x.rel_bias, np.float64)[heads][:, entries_of(problem, x, seq)]
     if x.bias is not None:
@@ -240,7 +240,7 @@ def visible(problem: AttentionProblem, x: Operands, seq: Sequence) -> np.ndarray
     """
     mask = problem.mask
     i, j = np.arange(seq.len_q)[:, None], np.arange(seq.len_k)[None, :]
-    distance = j - i - mask.offset(seq.len_q, seq.len_k)
+    distance = j - i - seq.offset
     seen = np.ones(distance.shape, bool)
     if mask.left >= 0:
         seen &= (distance >= -mask.left) | (j < mask.first)
@@ -259,7 +259,7 @@ def entries_of(problem: AttentionProblem, x: Operands, seq: Sequence) -> np.ndar
     all before and after."""
     last = x.rel_bias.shape[1] - 1
     i, j = np.arange(seq.len_q)[:, None], np.arange(seq.len_k)[None, :]
-    off = problem.mask.offset(seq.len_q, seq.len_k)
+    off = seq.offset
     return np.clip(i + off - j + (last + 1) // 2, 0, last)
 
 

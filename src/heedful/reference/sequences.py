@@ -5,9 +5,11 @@ their first two dims flattened, packed (T, ...) as it is.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from heedful.core.base.numbers import FAR
+from heedful.core.call.mask import MaskSpec
 from heedful.core.call.operands import Operands
 from heedful.core.call.problem import AttentionProblem
 
@@ -17,6 +19,7 @@ class Sequence:
     """One sequence of the batch.
 
     batch: its index. q_token: its first query token. len_q, len_k: lengths used.
+    mask: the call's, with the offset of this sequence's diagonal.
     k_spans: (first token, count) runs of its keys in storage, in order; count sums to len_k.
     """
 
@@ -24,7 +27,13 @@ class Sequence:
     q_token: int
     len_q: int
     len_k: int
+    mask: MaskSpec
     k_spans: tuple[tuple[int, int], ...]
+
+    @property
+    def offset(self) -> int:
+        """That of the diagonal, for the lengths in use."""
+        return self.mask.offset(self.len_q, self.len_k)
 
     def spans(self, begin: int, end: int) -> list[tuple[int, int]]:
         """The storage runs of keys [begin, end)."""
@@ -50,6 +59,7 @@ def sequences(problem: AttentionProblem, x: Operands) -> Iterator[Sequence]:
         raise ValueError("kv_batch_idx cannot be combined with block_table: reorder the table")
     cu_q, cu_k = _ints(x.cu_seqlens_q), _ints(x.cu_seqlens_k)
     used_q, used_k = _ints(x.seqused_q), _ints(x.seqused_k)
+    offsets = _ints(x.q_offsets)
     rows, leftpad, table = _ints(x.kv_batch_idx), _ints(x.leftpad_k), _ints(x.block_table)
     for b in range(problem.batch):
         q_token, room_q = b * problem.seqlen_q, problem.seqlen_q
@@ -65,7 +75,10 @@ def sequences(problem: AttentionProblem, x: Operands) -> Iterator[Sequence]:
         else:
             spans = (((rows[b] if rows else b) * x.k.shape[1] + pad, len_k),)
         len_q = max(0, used_q[b]) if used_q else room_q
-        yield Sequence(b, q_token, len_q, len_k, spans)
+        mask = problem.mask
+        if offsets:
+            mask = replace(mask, shift=max(1 - FAR, min(offsets[b], FAR - 1)))
+        yield Sequence(b, q_token, len_q, len_k, mask, spans)
 
 
 def _stored_keys(x: Operands) -> int:

@@ -72,6 +72,7 @@ class Case:
     page_size: int = 0
     kv_batch_idx: bool = False
     leftpad_k: bool = False
+    q_offsets: bool = False
     kv_dtype: str = ""
     kv_group: int = 0
     kv_shift: bool = False
@@ -200,6 +201,9 @@ def _lengths(case: Case, rng) -> dict:
     if case.kv_batch_idx:
         rows = rng.permutation(case.batch + 1)[: case.batch]
         made["kv_batch_idx"] = torch.from_numpy(rows.astype(np.int32))
+    if case.q_offsets:
+        offsets = rng.integers(-case.seqlen_q // 2, case.seqlen_k, case.batch)
+        made["q_offsets"] = torch.from_numpy(offsets.astype(np.int32))
     if case.tree_mask:
         seen = rng.random((case.batch, case.seqlen_q, case.seqlen_q)) < 0.6
         made["tree_mask"] = torch.from_numpy(seen)
@@ -362,7 +366,10 @@ def _problem(case: Case, x: Operands) -> AttentionProblem:
         out_dtype="bfloat16" if itemsize == 1 else case.dtype,
         scale=case.scale or 1 / math.sqrt(case.head_dim),
         mask=MaskSpec.of(
-            case.causal, case.window, bottom_right=case.bottom_right, shift=case.shift
+            case.causal,
+            case.window,
+            bottom_right=case.bottom_right and not case.q_offsets,
+            shift=case.shift
         ),
         softcap=case.softcap,
         dropout_p=case.dropout_p,
@@ -378,6 +385,7 @@ def _problem(case: Case, x: Operands) -> AttentionProblem:
         tree_mask=x.tree_mask is not None,
         kv_batch_idx=x.kv_batch_idx is not None,
         leftpad_k=x.leftpad_k is not None,
+        q_offsets=x.q_offsets is not None,
         key_ranges=case.key_ranges,
         block_mask=case.block_mask,
         kv_group=case.kv_group,

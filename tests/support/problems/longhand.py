@@ -97,13 +97,15 @@ class Longhand:
 
     # What attention is.
 
-    def offset(self, len_q: int, len_k: int) -> int:
+    def offset(self, b: int, len_q: int, len_k: int) -> int:
+        if self.x["q_offsets"] is not None:
+            return self.x["q_offsets"][b]
         return self.case.shift + (len_k - len_q if self.case.bottom_right else 0)
 
     def sees(self, b: int, h: int, i: int, j: int, len_q: int, len_k: int) -> bool:
         left, right, *first = self.case.window
         right = 0 if self.case.causal else right
-        distance = j - i - self.offset(len_q, len_k)
+        distance = j - i - self.offset(b, len_q, len_k)
         if right >= 0 and distance > right:
             return False
         if left >= 0 and -distance > left and j >= (first[0] if first else 0):
@@ -141,11 +143,11 @@ class Longhand:
         if self.case.softcap:
             s = self.case.softcap * cmath.tanh(s / self.case.softcap)
         if self.x["alibi_slopes"] is not None:
-            far = abs(i + self.offset(len_q, len_k) - j)
+            far = abs(i + self.offset(b, len_q, len_k) - j)
             s -= self.x["alibi_slopes"][b][h] * far
         if self.x["rel_bias"] is not None:
             entries = self.x["rel_bias"][h]
-            place = i + self.offset(len_q, len_k) - j + len(entries) // 2
+            place = i + self.offset(b, len_q, len_k) - j + len(entries) // 2
             s += entries[min(max(place, 0), len(entries) - 1)]
         if self.x["bias"] is not None and self.case.bias_dtype != "bool":
             s += self.x["bias"][b][h][i][j]

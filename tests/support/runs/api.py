@@ -86,7 +86,7 @@ def call(built: Built, leaves: dict[str, Tensor], **more) -> Any:
     keywords |= {
         "dropout_p": case.dropout_p,
         "dropout_origin": case.dropout_origin,
-        "q_offset": None if case.bottom_right else case.shift,
+        "q_offset": offset_of(built, x.q_offsets),
         "deterministic": case.deterministic,
         "bias": leaves.get("bias"),
         "dropout_seed": x.seed,
@@ -103,6 +103,12 @@ def call(built: Built, leaves: dict[str, Tensor], **more) -> Any:
     keywords |= {name: getattr(x, name) for name in ("block_table", "seqused_q", "seqused_k")}
     bounds = (x.cu_seqlens_q, x.cu_seqlens_k, problem.seqlen_q, problem.seqlen_k)
     return heedful.flash_attn_varlen_func(q, k, v, *bounds, **(keywords | more))
+
+
+def offset_of(built: Built, of_each: Any) -> Any:
+    """q_offset of a case. of_each: the array where each sequence has its own."""
+    case = built.case
+    return of_each if case.q_offsets else None if case.bottom_right else case.shift
 
 
 def block_mask(built: Built, x: dict[str, Any]) -> BlockMask | None:
@@ -129,6 +135,7 @@ def is_cache_call(built: Built) -> bool:
         return not problem.varlen_q
     has_lengths = x.seqused_k is not None or x.leftpad_k is not None
     dense_only = case.backward or case.bias or case.dropout_p > 0 or x.seqused_q is not None
+    dense_only = dense_only or x.q_offsets is not None
     return has_lengths and not dense_only
 
 

@@ -10,7 +10,7 @@ import heedful.jax
 from heedful.reference.convert import as_numpy
 from support.problems.budget import Results
 from support.problems.cases import Built
-from support.runs.api import LENGTHS, block_mask, is_cache_call
+from support.runs.api import LENGTHS, block_mask, is_cache_call, offset_of
 from support.runs.jax_backend import as_array, as_tensor
 
 LEAVES = ("q", "k", "v", "bias", "sink", "rel_bias")
@@ -94,7 +94,7 @@ def call(built: Built, x: dict[str, Any], **more) -> Any:
     keywords |= {
         "dropout_p": case.dropout_p,
         "dropout_origin": case.dropout_origin,
-        "q_offset": None if case.bottom_right else case.shift,
+        "q_offset": offset_of(built, x.get("q_offsets")),
         "deterministic": case.deterministic,
         "bias": x.get("bias"),
         "dropout_seed": x.get("seed"),

@@ -19,6 +19,7 @@ WHOLE = (0, 0, 0, 0)
 UNBOUNDED = (-1, -1)
 _LARGEST_ORIGIN = 2**32 - 1
 # The types that these arguments must have.
+OFFSET = "an int, None or an int32 array (batch,)"
 WINDOW = "(left, right) or (left, right, first), each an int"
 ORIGIN = f"(batch, head, row, column), each an int from 0 to {_LARGEST_ORIGIN}"
 
@@ -95,6 +96,8 @@ NUMBERS = slice(Options._fields.index("dropout_p"), Options._fields.index("backe
 # The operands after q, k and v of a call that has none of them.
 ABSENT = (None,) * (len(Operands._fields) - 3)
 
+# The public names of operands that have others.
+_OTHER_NAMES = {"seed": "dropout_seed", "q_offsets": "q_offset"}
 # The names of flash_attn_with_kvcache, where they differ from our own.
 _KVCACHE_NAMES = {
     "k": "k_cache",
@@ -108,8 +111,7 @@ _KVCACHE_NAMES = {
 
 def argument_name(name: str, kind: str) -> str:
     """The name of the public argument that an operand or an option comes from."""
-    if name == "seed":
-        return "dropout_seed"
+    name = _OTHER_NAMES.get(name, name)
     return _KVCACHE_NAMES.get(name, name) if kind == "kvcache" else name
 
 
@@ -145,6 +147,11 @@ def bind(kind: str, arguments: dict[str, Any]) -> tuple[Operands, Options, Cache
     options = Options(**{**picked(Options._fields), "kind": kind})
     backend = with_numerics(options.backend, arguments.get("numerics"))
     options = options._replace(backend=backend)
+    # One argument: an array where each sequence has its own.
+    if getattr(options.q_offset, "ndim", 0):
+        options = options._replace(q_offset=None)
+    else:
+        x = x._replace(q_offsets=None)
     update = CacheUpdate()
     if kind == "kvcache":
         update = CacheUpdate(**{name: arguments[name] for name in CacheUpdate._fields})
@@ -204,7 +211,7 @@ def plain_options(options: Options, whole=whole, real=real, truth=truth) -> Opti
         return_lse=truth(argument_name("return_lse", kind), options.return_lse),
         return_max_logits=truth("return_max_logits", is_asked(options.return_max_logits)),
         num_splits=numbers.parts(whole("num_splits", options.num_splits)),
-        q_offset=None if offset is None else whole("q_offset", offset, "an int or None"),
+        q_offset=None if offset is None else whole("q_offset", offset, OFFSET),
         backend=options.backend,
         dropout_origin=plain_origin(options.dropout_origin, whole),
     )

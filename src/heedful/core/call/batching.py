@@ -21,7 +21,7 @@ def joins(shapes: Operands, mapped: Sequence[bool], options: Options) -> bool:
             return False
     if shapes.alibi_slopes is not None and len(shapes.alibi_slopes) > 1:
         return False
-    if not shapes.seqused_q is shapes.seqused_k is shapes.leftpad_k is None:
+    if not shapes.seqused_q is shapes.seqused_k is shapes.leftpad_k is shapes.q_offsets is None:
         return False
     scales = (shapes.q_descale, shapes.k_descale, shapes.v_descale)
     return all(scale is None or math.prod(scale) == 1 for scale in scales)

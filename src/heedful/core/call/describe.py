@@ -8,7 +8,6 @@ argument, what came and what is wanted. Shapes may hold symbols.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from heedful.core.base.arrays import ArraySpec
@@ -16,7 +15,7 @@ from heedful.core.base.numbers import FAR, LONGEST, check_length, check_window
 from heedful.core.base.symbols import larger, smaller
 from heedful.core.call.arguments import AttentionCall, Options, argument_name
 from heedful.core.call.block_mask import check_blocks
-from heedful.core.call.mask import MaskSpec
+from heedful.core.call.mask import mask_of
 from heedful.core.call.numerics import is_invariant
 from heedful.core.call.operands import LENGTHS, SCALES, Operands
 from heedful.core.call.problem import (
@@ -57,8 +56,6 @@ _LAYOUTS = {
 }
 
 
-_mask = lru_cache(256, typed=True)(MaskSpec.of)
-
 
 def describe(call: AttentionCall) -> AttentionProblem:
     """The problem of a call, with everything about it checked, stored as kernels will get it.
@@ -93,7 +90,7 @@ def check(call: AttentionCall) -> AttentionProblem:
         kv_dtype=kv_dtype,
         out_dtype=default_out_dtype(dtype) if call.out is None else call.out.dtype,
         scale=1.0 / math.sqrt(sizes.head_dim) if scale is None else scale,
-        mask=_mask_of(options, x.alibi_slopes is not None or x.rel_bias is not None),
+        mask=mask_of(x, options),
         softcap=options.softcap,
         dropout_p=options.dropout_p,
         total_q=x.q.shape[0] if varlen else None,
@@ -109,6 +106,7 @@ def check(call: AttentionCall) -> AttentionProblem:
         tree_mask=x.tree_mask is not None,
         kv_batch_idx=x.kv_batch_idx is not None,
         leftpad_k=x.leftpad_k is not None,
+        q_offsets=x.q_offsets is not None,
         key_ranges=_check_ranges(x, options, sizes),
         block_mask=check_blocks(x, sizes),
         kv_group=_check_scales(x, options, sizes, dtype, kv_dtype),
@@ -128,19 +126,6 @@ def check(call: AttentionCall) -> AttentionProblem:
     problem.validate()
     _check_window(x, options, sizes)
     return problem
-
-
-def _mask_of(options: Options, by_distance: bool) -> MaskSpec:
-    """The mask of a call. by_distance: whether scores depend on the distance to its diagonal.
-    Raises TypeError or ValueError."""
-    offset, window = options.q_offset, tuple(options.window_size)
-    if offset is None:
-        return _mask(options.causal, window)
-    if not -FAR < offset < FAR:
-        raise ValueError(f"q_offset must be between -{FAR} and {FAR}, got {offset}")
-    mask = _mask(options.causal, window, bottom_right=False, shift=offset)
-    # Where nothing depends on the diagonal, all have the same plan and kernels.
-    return mask if mask.bounded or by_distance else _mask(options.causal, window)
 
 
 class _Sizes(NamedTuple):

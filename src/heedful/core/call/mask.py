@@ -10,6 +10,8 @@ flash-attn from 2.1 on, with the lengths in use), `shift` when aligned top left 
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 from heedful.core.base.numbers import FAR, truth, whole, wholes
 
@@ -139,3 +141,22 @@ class MaskSpec:
         if hi <= lo:
             return 0, 0
         return lo // tile, -(-hi // tile)
+
+
+_mask = lru_cache(256, typed=True)(MaskSpec.of)
+
+
+def mask_of(x: Any, options: Any) -> MaskSpec:
+    """The mask of a call of these operands. One diagonal a sequence is counted from its first query
+    and key. Raises TypeError or ValueError."""
+    offset, window = options.q_offset, tuple(options.window_size)
+    if x.q_offsets is not None:
+        return _mask(options.causal, window, bottom_right=False, shift=0)
+    if offset is None:
+        return _mask(options.causal, window)
+    if not -FAR < offset < FAR:
+        raise ValueError(f"q_offset must be between -{FAR} and {FAR}, got {offset}")
+    mask = _mask(options.causal, window, bottom_right=False, shift=offset)
+    # Where nothing depends on the diagonal, all have the same plan and kernels.
+    by_distance = x.alibi_slopes is not None or x.rel_bias is not None
+    return mask if mask.bounded or by_distance else _mask(options.causal, window)

@@ -19,6 +19,7 @@ class Operands(NamedTuple):
         of each sequence's storage (k: counted from leftpad_k on).
     block_table: int32 (B, pages per sequence). kv_batch_idx: int32 (B,), which row of k and v a
         sequence uses. leftpad_k: int32 (B,), where in its storage a sequence begins.
+    q_offsets: int32 (B,), the offset of each sequence's diagonal, clamped to less than FAR.
     tree_mask: bool (B, Sq, Sq), expanded; rows see key len_k - Sq + c iff tree_mask[b, row, c].
     key_ranges: int32 (B, H, Sq, 2 | 4), a stride of 0 where it is repeated, or (Tq, 2 | 4) beside
         cu_seqlens_q: a row sees keys [a, b) of its sequence, or those of two ranges.
@@ -46,6 +47,7 @@ class Operands(NamedTuple):
     block_table: Any = None
     kv_batch_idx: Any = None
     leftpad_k: Any = None
+    q_offsets: Any = None
     tree_mask: Any = None
     key_ranges: Any = None
     block_rows: Any = None
@@ -59,9 +61,10 @@ class Operands(NamedTuple):
     v_shift: Any = None
 
 
-# The operands that say where sequences lie, beside the pages of a cache; and those of quantised
-# values.
+# The operands that say where sequences and their diagonals lie, beside the pages of a cache; and
+# those of quantised values.
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "kv_batch_idx", "leftpad_k")
+LENGTHS += ("q_offsets",)
 SCALES = ("q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
 
 

@@ -57,8 +57,8 @@ class AttentionProblem:
     NumPy; int4 is two values a byte, fp8_ds_mla a row of LATENT_ROW_BYTES. scale: multiplies q k^T,
     at least NO_SCALE in size. softcap: 0 is off. dropout_p: 0 is off. used_q, used_k: per-sequence
     lengths inside the given storage (seqused, cache_seqlens). page_size: keys a page of a paged
-    cache, 0 if not paged. alibi, bias, rel_bias, sink, tree_mask, kv_batch_idx, leftpad_k: whether
-    the call has them. key_ranges: how many ranges of keys each row has, 0 without such a mask.
+    cache, 0 if not paged. alibi, bias, rel_bias, sink, tree_mask, kv_batch_idx, leftpad_k,
+    q_offsets: whether the call has them. key_ranges: how many ranges of keys each row has, 0 without such a mask.
     block_mask: rows and keys of a tile of the block mask, 0 without one. kv_group: how many values
     share one scale of a quantised cache, 0 for a scale per head or none. kv_shift: the quantised
     cache has a zero shift per scale. needs_grad, bias_grad: whether a backward will follow, and
@@ -102,6 +102,7 @@ class AttentionProblem:
     tree_mask: bool = False
     kv_batch_idx: bool = False
     leftpad_k: bool = False
+    q_offsets: bool = False
     key_ranges: int = 0
     block_mask: int = 0
     kv_group: int = 0
@@ -399,6 +400,7 @@ FEATURES = {
     "paged": "paged KV cache",
     "kv_batch_idx": "cache rows by index",
     "leftpad_k": "left-padded cache",
+    "q_offsets": "a mask diagonal of each sequence",
     "tree_mask": "tree mask over the new tokens",
     "key_ranges": "key ranges of rows",
     "block_mask": "block mask",
@@ -423,6 +425,7 @@ _FLAGS = (
     "tree_mask",
     "kv_batch_idx",
     "leftpad_k",
+    "q_offsets",
     "key_ranges",
 )
 _FLAGS += ("block_mask", "return_lse", "return_probs", "max_scores", "bias_grad")

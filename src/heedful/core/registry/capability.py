@@ -167,6 +167,8 @@ class Variant:
 _KINDS = frozenset({"fp8", "quantized_kv"})
 
 _EVERY_FEATURE = frozenset(FEATURES)
+# What no kernel has run with on hardware.
+_UNRUN = frozenset({"q_offsets"})
 # Why a row's bits do not follow from its own keys and their positions alone.
 _VARIES_BY_SHARES = "programs share the keys of a batch, whose lengths decide where parts end"
 _VARIES_BY_TILES = "lengths and masks decide on tiles and their order, other rows on references"
@@ -207,17 +209,18 @@ _PORTABLE_LEVELS = {
 _OF_DECODE = frozenset(
     {"causal", "window", "first_keys", "diagonal", "sink", "softcap", "alibi"}
     | {"tree_mask", "varlen", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
-    | {"head_dims_differ", "return_lse", "split_kv", "uneven_rows"}
+    | {"head_dims_differ", "return_lse", "split_kv", "uneven_rows", "q_offsets"}
 )
 _OF_HOPPER = frozenset(
     {"causal", "window", "first_keys", "diagonal", "sink", "softcap", "alibi", "bias", "rel_bias"}
     | {"dropout", "varlen", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
     | {"head_dims_differ", "return_lse", "split_kv", "backward", "bias_grad"}
-    | {"deterministic", "key_ranges", "block_mask", "max_scores"}
+    | {"deterministic", "key_ranges", "block_mask", "max_scores", "q_offsets"}
 )
 _OF_HOPPER_DECODE = frozenset(
     {"causal", "window", "first_keys", "diagonal", "sink", "varlen", "seqused", "paged"}
     | {"kv_batch_idx", "leftpad_k", "gqa", "head_dims_differ", "return_lse", "split_kv"}
+    | {"q_offsets"}
 )
 _STEPS: dict[str, Any] = {"appends": True, "varies": _VARIES_BY_SHARES}
 # The gates of kernels that load by TMA, and of those that also read caches.
@@ -241,6 +244,7 @@ def _on_hopper(
     """A kernel for sm_90. facts: all else, in place of what holds for most: they take 16-bit
     queries. triton: by default the first with gl.inline_asm. program: within launch/bind."""
     usual: dict[str, Any] = {
+        "unrun": _UNRUN,
         "direction": "forward",
         "dtypes": ("bfloat16", "float16"),
         "max_dim": 256,
@@ -288,7 +292,7 @@ def _latent(name: str, few_rows: Gate, *more: Gate, **facts: Any) -> Variant:
         "decode",
         name,
         {"causal", "diagonal", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
-        | {"head_dims_differ", "return_lse", "split_kv"},
+        | {"head_dims_differ", "return_lse", "split_kv", "q_offsets"},
         "mla",
         f"{name}.forward",
         max_dim=gates.LATENT_KEY_DIM,
@@ -314,7 +318,7 @@ def _hopper_backward(
         "hopper",
         name,
         {"causal", "window", "diagonal", "sink", "varlen", "gqa", "head_dims_differ"}
-        | {"return_lse", "max_scores", "backward", *features},
+        | {"return_lse", "max_scores", "backward", "q_offsets", *features},
         "hopper_backward",
         *(kernel, "portable.scores"),
         direction="backward",
@@ -388,6 +392,7 @@ VARIANTS: tuple[Variant, ...] = (
             preferences.many_rows_of_one_length,
             preferences.keys_of_one_length,
         ),
+        unrun=_UNRUN,
         configs=("decode.forward",),
         program="heedful.launch.bind.decode",
         varies=_VARIES_BY_SHARES,
@@ -411,14 +416,14 @@ VARIANTS: tuple[Variant, ...] = (
         triton=(3, 6),
         gates=(*_HOPPER_GATES, *gates.OF_THE_HOPPER_FORWARD),
         varies=None,
-        unrun=frozenset({"max_scores"}),
+        unrun=_UNRUN | {"max_scores"},
     ),
     _on_hopper(
         "hopper",
         "forward_wide",
         {"causal", "window", "first_keys", "diagonal", "sink", "softcap", "varlen", "seqused"}
         | {"paged", "kv_batch_idx", "leftpad_k", "gqa", "head_dims_differ", "return_lse"}
-        | {"split_kv", "backward"},
+        | {"split_kv", "backward", "q_offsets"},
         "hopper",
         "hopper.wide_forward",
         max_dim=512,
@@ -443,7 +448,7 @@ VARIANTS: tuple[Variant, ...] = (
         "hopper",
         "fp8",
         {"causal", "window", "diagonal", "sink", "softcap", "varlen", "gqa"}
-        | {"head_dims_differ", "return_lse"},
+        | {"head_dims_differ", "return_lse", "q_offsets"},
         "hopper_fp8",
         "hopper.fp8_forward",
         dtypes=("float8_e4m3fn",),
@@ -499,7 +504,7 @@ VARIANTS: tuple[Variant, ...] = (
         ),
         configs=("portable.forward", "portable.scores"),
         program="heedful.launch.bind.portable",
-        unrun=frozenset({"max_scores"}),
+        unrun=_UNRUN | {"max_scores"},
     ),
     _hopper_backward("backward", {*_TAKEN, "deterministic"}, 128, gates.equal_head_dims),
     # Consumers add to dQ themselves, and take no turns. Words of a block mask have no room.
@@ -519,7 +524,8 @@ VARIANTS: tuple[Variant, ...] = (
         _EVERY_FEATURE - {"kv_batch_idx"},
         gathers_pages=True,
         least=(("triton", (3, 6)),),
-        gates=(gates.wide_float32, gates.blocks_without_scores),
+        unrun=_UNRUN,
+        gates=(gates.wide_float32, gates.blocks_without_scores, gates.one_diagonal_of_bias),
         configs=("portable.backward_keys", "portable.backward_queries", "portable.scores"),
         program="heedful.launch.bind.portable",
     ),

@@ -70,6 +70,13 @@ def blocks_without_scores(problem: AttentionProblem, device: DeviceSpec) -> str 
     return None
 
 
+def one_diagonal_of_bias(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Gradients of a bias by relative position are summed along diagonals of all sequences."""
+    if problem.rel_bias and problem.q_offsets:
+        return "the gradient of a bias by relative position beside a diagonal of each sequence"
+    return None
+
+
 def scales_of_groups(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     if problem.kv_shift and not problem.kv_group:
         return "shift of a cache without a scale per group"

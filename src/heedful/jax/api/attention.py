@@ -33,7 +33,7 @@ def flash_attn_func(
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
     leftpad_k: Array | None = None,
-    q_offset: int | None = None,
+    q_offset: ArrayLike | None = None,
     key_ranges: Array | None = None,
     block_mask: BlockMask | None = None,
     bias: Array | None = None,
@@ -81,8 +81,8 @@ def flash_attn_func(
             on; by default all. The others are never read, and have a gradient of 0.
         leftpad_k: int32 or int64 (batch,): where in its row the keys of a sequence begin.
         q_offset: places the diagonal: causal query i sees keys up to i + q_offset, counted from its
-            sequence's first query and first key; windows and ALiBi measure from there. By default
-            aligned bottom right.
+            sequence's first query and first key; windows and ALiBi measure from there. An int, or
+            int32 or int64, () or (batch,), which may be traced. By default aligned bottom right.
         key_ranges: int32 (batch or 1, heads_q or 1, seqlen_q, 2 or 4): a query sees keys [a, b) of
             its own, or those of two such ranges, among those that the other masks show. Positions
             count from its sequence's first key. A range is cut to the keys that exist; one with a
@@ -186,7 +186,7 @@ def flash_attn_varlen_func(
     *,
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
-    q_offset: int | None = None,
+    q_offset: ArrayLike | None = None,
     key_ranges: Array | None = None,
     block_mask: BlockMask | None = None,
     bias: Array | None = None,

@@ -36,7 +36,7 @@ def attention_backward(
     softcap: float = 0.0,
     alibi_slopes: Array | None = None,
     deterministic: bool = False,
-    q_offset: int | None = None,
+    q_offset: ArrayLike | None = None,
     key_ranges: Array | None = None,
     block_mask: BlockMask | None = None,
     bias: Array | None = None,

@@ -13,6 +13,7 @@ from heedful.core.base.numbers import wrong_type
 from heedful.core.call import arguments as call
 from heedful.core.call.arguments import CacheUpdate, Options
 from heedful.core.call.describe import check_seed
+from heedful.core.call.operands import Operands
 from heedful.jax.base.arrays import is_traced
 
 _WORD = 0xFFFFFFFF
@@ -69,6 +70,18 @@ def _lengths(dtype: Any) -> tuple[int, int]:
     """The least and the most that both this dtype and int32 have."""
     info = jnp.iinfo(dtype)
     return max(int(info.min), -numbers.LONGEST), min(int(info.max), numbers.LONGEST)
+
+
+def offset_of_each(x: Operands, options: Options) -> tuple[Operands, Options]:
+    """The operands with q_offset where it is traced or each sequence has its own, in place of the
+    option."""
+    offset = options.q_offset
+    if not isinstance(offset, (Array, np.ndarray)) or not (offset.ndim or is_traced(offset)):
+        return x, options
+    if not offset.ndim:
+        counted = x.q if x.cu_seqlens_q is None else x.cu_seqlens_q[1:]
+        offset = jnp.broadcast_to(offset, counted.shape[:1])
+    return x._replace(q_offsets=offset), options._replace(q_offset=None)
 
 
 # Stands for a column that is not known, of which no kernel may take it to be a multiple of 4.

@@ -10,6 +10,7 @@ import jax
 from jax import Array, lax
 from jax import numpy as jnp
 
+from heedful.core.base.numbers import FAR
 from heedful.core.call.operands import Operands
 from heedful.core.call.problem import LATENT_ROWS, AttentionProblem
 from heedful.jax.operands.quant import latent_values, unpack_int4
@@ -72,6 +73,8 @@ class Sequence:
     def offset(self) -> Array:
         """The diagonal's."""
         mask = self.problem.mask
+        if self.x.q_offsets is not None:
+            return jnp.clip(self.x.q_offsets[self.b], 1 - FAR, FAR - 1)
         shift = jnp.int32(mask.shift)
         return shift + self.len_k - self.len_q if mask.bottom_right else shift
 

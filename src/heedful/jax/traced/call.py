@@ -18,6 +18,7 @@ from heedful.core.call.storage import casts, mask_dtype
 from heedful.jax.base.arrays import array_spec, check_array, dtype_name
 from heedful.jax.operands.plain import (
     as_int32,
+    offset_of_each,
     origin_words,
     plain_flag,
     plain_options,
@@ -57,6 +58,7 @@ def attend(x: Operands, options: Options, seed: Any = None) -> Any:
 def run(x: Operands, options: Options, seed: Any = None) -> tuple:
     """(out,), (out, lse) or (out, lse, probs or largest scores), as the options ask."""
     check_arrays(x, options)
+    x, options = offset_of_each(x, options)
     if symbolic.is_symbolic(x):
         seed = None if seed is None else seed_words(seed)
         return symbolic.one_by_one(run, x, options, seed)
@@ -91,6 +93,7 @@ def differentiate(
     """The gradients of a call. saved: dout, dlse, out, lse by name. Raises TypeError or ValueError
     naming the argument."""
     check_arrays(x, options)
+    x, options = offset_of_each(x, options)
     for name, array in saved.items():
         if array is not None or name != "dlse":
             check_array(name, array)

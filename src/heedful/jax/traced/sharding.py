@@ -17,7 +17,10 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 # Labels of dims that may be spread: batch, KV heads, and query heads by their KV head.
 BATCH, HEADS, GROUPED = "b", "g", "(g r)"
 # Operands with a dim for the batch alone.
-_LENGTHS = ("seqused_q", "seqused_k", "leftpad_k", "kv_batch_idx", "cache_seqlens", "seqused")
+_LENGTHS = ("seqused_q", "seqused_k", "leftpad_k", "q_offsets", "kv_batch_idx", "cache_seqlens")
+_LENGTHS += ("seqused",)
+# Those of them that packed sequences have, too.
+_OF_PACKED = ("seqused_q", "seqused_k", "q_offsets")
 # Operands and results with dims for batch, query heads, rows and keys, or lists of rows.
 _OF_SCORES = ("bias", "probs", "dbias", "block_rows", "block_keys")
 _SCALES = ("q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
@@ -118,7 +121,7 @@ class Layout:
         if name in ("rel_bias", "drel_bias"):
             return [heads, ""]
         if name in _LENGTHS or name == "batch_index":
-            return [BATCH if self.dense or name not in ("seqused_q", "seqused_k") else ""]
+            return [BATCH if self.dense or name not in _OF_PACKED else ""]
         if name in _SCALES:
             if rank > 2:
                 return [*[keys, "", HEADS, ""][-rank:]]

@@ -14,7 +14,7 @@ from heedful.jax.base.arrays import is_traced
 
 # Operands of which each batch entry has its own where they have so many dims.
 _OF_BATCH = {"q": 4, "k": 4, "v": 4, "bias": 4, "alibi_slopes": 2}
-_OF_BATCH |= {"seqused_q": 1, "seqused_k": 1, "leftpad_k": 1}
+_OF_BATCH |= {"seqused_q": 1, "seqused_k": 1, "leftpad_k": 1, "q_offsets": 1}
 _OF_BATCH |= {"q_descale": 2, "k_descale": 2, "v_descale": 2}
 
 

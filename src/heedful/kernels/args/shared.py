@@ -74,7 +74,8 @@ class BlockLists(NamedTuple):
 
 class Mask(NamedTuple):
     """Query i sees key j if -left <= j - i - off <= right, or if j < first and j - i - off <=
-    right. The diagonal's offset is off = shift, or shift + len_k - len_q if bottom_right is 1.
+    right. The diagonal's offset is off = shift, or shift + len_k - len_q if bottom_right is 1, or
+    that of the sequence in offsets, (B,).
 
     ranges: int32 (B, H, M), or packed (M,), of RANGES pairs: a row sees keys from the first of a
     pair to before its second; or both None.
@@ -85,6 +86,7 @@ class Mask(NamedTuple):
     first: Num
     bottom_right: Num
     shift: Num
+    offsets: In[Ptr]
     tree: TreeMask
     blocks: BlockLists
     ranges: In[RowArray]

@@ -12,10 +12,23 @@ from heedful.kernels.args.shared import Mask, Sequences, Shape
 from heedful.kernels.common.rows import wide
 
 
+# No diagonal is moved so far: `core.base.numbers.FAR`.
+FARTHEST = tl.constexpr(1 << 29)
+
+
 @triton.jit
 def within(value, low, high):
     """The value, clamped to [low, high]."""
     return tl.minimum(tl.maximum(value, low), high)
+
+
+@triton.jit
+def diagonal_offset(b, len_q, len_k, mask: Mask):
+    """How far the diagonal of sequence b, or of a tensor of sequences, is moved."""
+    if mask.offsets is None:
+        return mask.shift + mask.bottom_right * (len_k - len_q)
+    else:
+        return within(tl.load(mask.offsets + b), 1 - FARTHEST, FARTHEST - 1)
 
 
 @triton.jit
@@ -83,7 +96,7 @@ def seqlens_of(b, x: Sequences, mask: Mask, longest_q=None, longest_k=None):
     if longest_q is not None:
         len_q = tl.minimum(len_q, longest_q)
         len_k = tl.minimum(len_k, longest_k)
-    off = mask.bottom_right * (len_k - len_q) + mask.shift
+    off = diagonal_offset(b, len_q, len_k, mask)
     return Seqlens(
         token_q=token_q,
         len_q=len_q,

@@ -254,6 +254,7 @@ def mask(problem: AttentionProblem, buffers: Buffers) -> shared.Mask:
         first=Scalar(min(spec.first, FAR)),
         bottom_right=Scalar(int(spec.bottom_right)),
         shift=Scalar(max(-FAR, min(spec.shift, FAR))),
+        offsets=pointer(buffers, "q_offsets"),
         tree=shared.TreeMask(
             pointer(buffers, "tree_mask"),
             stride(batch_stride) if tree else None,

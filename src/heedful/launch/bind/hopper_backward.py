@@ -143,8 +143,8 @@ def _list_heads(problem: AttentionProblem, buffers: Buffers) -> int:
 def _visits(problem: AttentionProblem, config: HopperBackwardConfig, buffers: Buffers) -> Workspace:
     """Room for the lists of query tiles that visit a key tile, see `args.BackwardLists`."""
     keys = buffers["block_keys"]
-    is_packed = problem.varlen_q or problem.varlen_k
-    batch = problem.batch if is_packed or keys.steps[0] else 1
+    differ = problem.varlen_q or problem.varlen_k or problem.q_offsets
+    batch = problem.batch if differ or keys.steps[0] else 1
     heads = problem.heads_k if keys.steps[1] else 1
     boxes = max(1, config.block_n // problem.block_mask)
     blocks = ceil_div(keys.shape[2] * problem.block_mask, config.block_n)

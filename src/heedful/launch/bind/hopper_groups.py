@@ -190,7 +190,7 @@ def own_ranges(buffers: Buffers) -> bool:
 def seen_lists(problem: AttentionProblem, buffers: Buffers) -> Workspace:
     """Room for the lists without tiles that positions hide, of each entry where lengths differ."""
     rows = buffers["block_rows"]
-    is_ragged = problem.used_q or problem.varlen_q or problem.ragged_k
+    is_ragged = problem.used_q or problem.varlen_q or problem.ragged_k or problem.q_offsets
     batch = problem.batch if is_ragged or rows.steps[0] else 1
     heads = problem.heads_q if rows.steps[1] else 1
     return Workspace.of("seen_lists", batch, heads, *rows.shape[2:], dtype="int32")

@@ -61,6 +61,7 @@ def inputs(problem: AttentionProblem) -> Buffers:
         "seqused_k": (p.used_k, p.batch),
         "kv_batch_idx": (p.kv_batch_idx, p.batch),
         "leftpad_k": (p.leftpad_k, p.batch),
+        "q_offsets": (p.q_offsets, p.batch),
     }
     buffers |= {name: make((n,), "int32") for name, (there, n) in present.items() if there}
     if p.page_size:

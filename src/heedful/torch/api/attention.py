@@ -20,7 +20,12 @@ from heedful.core.call.operands import Operands
 from heedful.masks.block_mask import BlockMask, block_operands
 from heedful.torch.base.dispatch import needs_dispatcher
 from heedful.torch.eager.calls import attend
-from heedful.torch.operands.plain import plain_length, plain_origin, plain_window
+from heedful.torch.operands.plain import (
+    offset_of_each,
+    plain_length,
+    plain_origin,
+    plain_window,
+)
 from heedful.torch.operands.values import is_readable
 from heedful.torch.traced import library
 
@@ -41,7 +46,7 @@ def flash_attn_func(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
-    q_offset: int | None = None,
+    q_offset: int | Tensor | None = None,
     key_ranges: Tensor | None = None,
     block_mask: BlockMask | None = None,
     bias: Tensor | None = None,
@@ -91,8 +96,8 @@ def flash_attn_func(
             on; by default all. The others are never read, and have a gradient of 0.
         leftpad_k: int32 or int64 (batch,): where in its row the keys of a sequence begin.
         q_offset: places the diagonal: causal query i sees keys up to i + q_offset, counted from its
-            sequence's first query and first key; windows and ALiBi measure from there. By default
-            aligned bottom right.
+            sequence's first query and first key; windows and ALiBi measure from there. An int, or
+            int32 or int64 (batch,). By default aligned bottom right.
         key_ranges: int32 (batch or 1, heads_q or 1, seqlen_q, 2 or 4): a query sees keys [a, b) of
             its own, or those of two such ranges, among those that the other masks show. Positions
             count from its sequence's first key. A range is cut to the keys that exist; one with a
@@ -148,6 +153,9 @@ def flash_attn_func(
         dropout_origin = plain_origin(dropout_origin)
     if numerics is not None:
         backend = with_numerics(backend, numerics)
+    q_offsets = None
+    if q_offset is not None:
+        q_offset, q_offsets = offset_of_each(q_offset)
     if deterministic is False and are_deterministic_algorithms_enabled():
         deterministic = True
     options = (Options if dispatched else new_options)(
@@ -174,7 +182,8 @@ def flash_attn_func(
         and q_descale is None
         and k_descale is None
         and v_descale is None
-        and seqused_q is seqused_k is leftpad_k is key_ranges is block_mask is rel_bias is None
+        and seqused_q is seqused_k is leftpad_k is q_offsets is key_ranges is None
+        and block_mask is rel_bias is None
     ):
         x = (Operands if dispatched else new_operands)(
             q=q,
@@ -187,6 +196,7 @@ def flash_attn_func(
             seqused_q=seqused_q,
             seqused_k=seqused_k,
             leftpad_k=leftpad_k,
+            q_offsets=q_offsets,
             key_ranges=key_ranges,
             q_descale=q_descale,
             k_descale=k_descale,
@@ -221,7 +231,7 @@ def flash_attn_varlen_func(
     *,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
-    q_offset: int | None = None,
+    q_offset: int | Tensor | None = None,
     key_ranges: Tensor | None = None,
     block_mask: BlockMask | None = None,
     bias: Tensor | None = None,
@@ -286,6 +296,9 @@ def flash_attn_varlen_func(
         dropout_origin = plain_origin(dropout_origin)
     if numerics is not None:
         backend = with_numerics(backend, numerics)
+    q_offsets = None
+    if q_offset is not None:
+        q_offset, q_offsets = offset_of_each(q_offset)
     if deterministic is False and are_deterministic_algorithms_enabled():
         deterministic = True
     if max_seqlen_q.__class__ is not int or max_seqlen_k.__class__ is not int:
@@ -321,6 +334,7 @@ def flash_attn_varlen_func(
         cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
+        q_offsets=q_offsets,
         block_table=block_table,
         key_ranges=key_ranges,
         q_descale=q_descale,

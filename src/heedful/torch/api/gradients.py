@@ -24,7 +24,7 @@ from heedful.torch.base.dispatch import is_bare, needs_dispatcher
 from heedful.torch.eager.calls import CALLS
 from heedful.torch.eager.written import write
 from heedful.torch.operands.checks import check_tensor
-from heedful.torch.operands.plain import plain_origin, plain_window
+from heedful.torch.operands.plain import offset_of_each, plain_origin, plain_window
 from heedful.torch.operands.values import is_readable
 from heedful.torch.traced import library
 from heedful.torch.traced.private import wants_gradients
@@ -54,7 +54,7 @@ def attention_backward(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
-    q_offset: int | None = None,
+    q_offset: int | Tensor | None = None,
     key_ranges: Tensor | None = None,
     block_mask: BlockMask | None = None,
     bias: Tensor | None = None,
@@ -106,6 +106,9 @@ def attention_backward(
         window_size = plain_window(window_size)
     if dispatched or dropout_origin is not WHOLE:
         dropout_origin = plain_origin(dropout_origin)
+    q_offsets = None
+    if q_offset is not None:
+        q_offset, q_offsets = offset_of_each(q_offset)
     if deterministic is False and are_deterministic_algorithms_enabled():
         deterministic = True
     packed = cu_seqlens_q is not None
@@ -142,6 +145,7 @@ def attention_backward(
         seqused_q=seqused_q,
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
+        q_offsets=q_offsets,
         block_table=block_table,
         key_ranges=key_ranges,
     )

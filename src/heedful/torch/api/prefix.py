@@ -160,7 +160,7 @@ def prefixed(x: Operands, options: Options, prefix: tuple[Tensor, Tensor]) -> tu
     through the dispatcher. x: includes the sink."""
     if has_shards((*prefix, *x)):
         raise no_shards("flash_attn_with_kvcache")
-    return torch.ops.heedful.prefixed_attention_v7.default(*prefix, *x, *options)
+    return torch.ops.heedful.prefixed_attention_v8.default(*prefix, *x, *options)
 
 
 class Prefixed:
@@ -214,6 +214,6 @@ def _prefixed_fake(k, v, *args):
     )
 
 
-LIBRARY.impl("prefixed_attention_v7", _prefixed, "CompositeExplicitAutograd")
-torch.library.register_fake("heedful::prefixed_attention_v7", _prefixed_fake)
-torch.library.register_vmap("heedful::prefixed_attention_v7", prefixed_vmap)
+LIBRARY.impl("prefixed_attention_v8", _prefixed, "CompositeExplicitAutograd")
+torch.library.register_fake("heedful::prefixed_attention_v8", _prefixed_fake)
+torch.library.register_vmap("heedful::prefixed_attention_v8", prefixed_vmap)

@@ -124,7 +124,7 @@ class Backwards:
             longest = {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}
             options = options._replace(**longest)
         bias_grad = self.runner.problem.bias_grad
-        dq, dk, dv, *more = torch.ops.heedful.attention_v7_backward.default(
+        dq, dk, dv, *more = torch.ops.heedful.attention_v8_backward.default(
             dout, dlse, *saved[-2:], *x, *options, bias_grad, kv_grad
         )
         if not kv_grad:

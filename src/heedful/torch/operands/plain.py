@@ -64,6 +64,13 @@ def plain_origin(origin: Any) -> tuple[int, ...]:
     return call.plain_origin(origin, plain_int)
 
 
+def offset_of_each(q_offset: Any) -> tuple[Any, Tensor | None]:
+    """(q_offset, None), or (None, the tensor) where each sequence has its own."""
+    if isinstance(q_offset, Tensor) and q_offset.dim():
+        return None, q_offset
+    return q_offset, None
+
+
 def plain_length(name: str, value: Any, bound: int) -> int:
     """The length that `value` stands for. A tensor on a device, or one that is traced, is not read:
     `bound`, which no sequence can pass, takes its place. Raises TypeError."""

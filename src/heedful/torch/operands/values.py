@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from heedful.core.base.numbers import FAR
 from heedful.core.call.arguments import argument_name
 from heedful.core.call.operands import LENGTHS, Operands, own_shape
 from heedful.core.call.problem import AttentionProblem
@@ -30,6 +31,8 @@ def check_values(x: Operands, problem: AttentionProblem, kind: str) -> None:
             refuse_capture(torch.cuda.is_current_stream_capturing())
     if x.leftpad_k is not None and problem.total_k is None:
         check_range(argument_name("leftpad_k", kind), x.leftpad_k, 0, problem.seqlen_k)
+    if x.q_offsets is not None:
+        check_range("q_offset", x.q_offsets, 1 - FAR, FAR - 1)
     for side, tokens, longest in (
         ("q", problem.total_q, problem.seqlen_q),
         ("k", problem.total_k, problem.seqlen_k),

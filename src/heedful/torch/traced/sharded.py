@@ -37,7 +37,7 @@ _OF_ANY = {
     "block_keys": "bh--",
 }
 _DENSE = {"q": "b-h-", "k": "b-h-", "v": "b-h-", "out": "b-h-", "lse": "bh-", **_OF_ANY}
-_DENSE |= {"seqused_q": "b", "seqused_k": "b", "leftpad_k": "b"}
+_DENSE |= {"seqused_q": "b", "seqused_k": "b", "leftpad_k": "b", "q_offsets": "b"}
 # Tokens of all sequences, or pages of keys.
 _PACKED = {"q": "-h-", "k": "--h-", "v": "--h-", "out": "-h-", "lse": "h-", **_OF_ANY}
 # These are broadcast where a dim has one element.
@@ -45,7 +45,8 @@ _BROADCAST = ("bias", "key_ranges", "block_rows", "block_keys", "alibi_slopes")
 _BROADCAST += ("q_descale", "k_descale", "v_descale")
 _LETTERS = {"b": _BATCH, "h": _HEADS, "-": _WHOLE}
 # Every rank needs all of these: they may be plain tensors, equal on all ranks.
-_SAME = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table", "seed")
+_SAME = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "q_offsets", "block_table")
+_SAME += ("seed",)
 _SAME += ("block_bits",)
 
 
@@ -219,7 +220,7 @@ class Spread:
 
 
 def attend(op, args: tuple):
-    """heedful::attention_v7 of DTensors."""
+    """heedful::attention_v8 of DTensors."""
     x, options, (needs_grad,) = split(args)
     spread = Spread(x, options, (needs_grad, False))
     problem = spread.problem
@@ -236,14 +237,14 @@ def attend(op, args: tuple):
 
 
 def infer(op, x: Operands, options: Options, rest: tuple):
-    """An overload of heedful::inference_v7, of q, k, v and the rest, of DTensors."""
+    """An overload of heedful::inference_v8, of q, k, v and the rest, of DTensors."""
     spread = Spread(x, options, (False, False))
     out = op(*spread.operands(x)[:3], *rest)
     return spread.whole("out", out, spread.problem.out_shape)
 
 
 def differentiate(op, args: tuple):
-    """heedful::attention_v7_backward of DTensors."""
+    """heedful::attention_v8_backward of DTensors."""
     dout, dlse, out, lse, *rest = args
     x, options, (bias_grad, kv_grad) = split(tuple(rest))
     spread = Spread(x, options, (True, bias_grad))

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.common.row_hulls import first_entry, row_hulls
-from heedful.kernels.common.sequences import Seqlens, within
+from heedful.kernels.common.sequences import Seqlens, diagonal_offset, within
 from heedful.kernels.hopper.sm90.compat import aggregate
 from heedful.kernels.hopper.sm90.mma import ROWS
 from heedful.kernels.hopper.sm90.sequences import sequence
@@ -183,7 +183,7 @@ def key_tile(params, index):
         # A bias has only so many rows and keys.
         len_q = gl.minimum(len_q, params.mods.longest_q)
         len_k = gl.minimum(len_k, params.mods.longest_k)
-    off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
+    off = diagonal_offset(batch, len_q, len_k, params.mask)
     row = accum_begin(batch, token_q, params.seqs.cu_q, params.seqs.seqlen_q, params.tile.BLOCK_M)
     return KeyTile(
         batch=batch,

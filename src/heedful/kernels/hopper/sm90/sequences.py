@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from heedful.kernels.common.sequences import Seqlens, within
+from heedful.kernels.common.sequences import Seqlens, diagonal_offset, within
 from heedful.kernels.hopper.sm90.compat import reinterpret, tma_load
 
 # In the transposed V, packed sequences begin at multiples of this.
@@ -82,7 +82,7 @@ def trim(params, tile):
     SAME_Q: gl.constexpr = params.seqs.used_q is None and params.mods.longest_q is None
     SAME_K: gl.constexpr = params.seqs.used_k is None and params.seqs.leftpad_k is None
     if not (SAME_Q and SAME_K and params.mods.longest_k is None):
-        off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
+        off = diagonal_offset(tile.batch, len_q, len_k, params.mask)
     seq = Seqlens(
         token_q=seq.token_q,
         len_q=len_q,

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from heedful.kernels.common.sequences import Seqlens
+from heedful.kernels.common.sequences import Seqlens, diagonal_offset
 from heedful.kernels.hopper.sm90.compat import aggregate
 from heedful.kernels.hopper.sm90.mma import ROWS
 from heedful.kernels.hopper.sm90.sequences import WorkTile, sequence, trim
@@ -60,7 +60,7 @@ def decode(params, index):
         head -= batch * params.gqa.heads
     token_q, len_q = sequence(params.seqs.cu_q, batch, params.seqs.seqlen_q)
     token_k, len_k = sequence(params.seqs.cu_k, batch, params.seqs.seqlen_k)
-    off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
+    off = diagonal_offset(batch, len_q, len_k, params.mask)
     return WorkTile(
         batch=batch,
         head=head,
@@ -194,11 +194,11 @@ def are_absent(*pointers):
 
 
 @gluon.jit
-def have_one_size(varlen_tiles, seqs):
-    """Whether all sequences have the same queries and keys."""
+def have_one_size(varlen_tiles, seqs, offsets):
+    """Whether all sequences have the same queries, keys and diagonal."""
     # Triton 3.6 hands a function of constants no group that has an absent pointer.
     ABSENT: gl.constexpr = are_absent(
-        varlen_tiles, seqs.cu_k, seqs.used_q, seqs.used_k, seqs.leftpad_k
+        varlen_tiles, seqs.cu_k, seqs.used_q, seqs.used_k, seqs.leftpad_k, offsets
     )
     return ABSENT
 
@@ -207,7 +207,7 @@ def have_one_size(varlen_tiles, seqs):
 def commit_work_tile(params, scheduler, index, tile, split, state):
     """Commits the facts of work tile `index` that `current_work_tile` needs, without sizes that all
     sequences have."""
-    if have_one_size(params.order.varlen_tiles, params.seqs):
+    if have_one_size(params.order.varlen_tiles, params.seqs, params.mask.offsets):
         scheduler.producer_commit((index, split, tile.batch, tile.head, tile.row), state)
     else:
         seq = tile.seq
@@ -228,7 +228,7 @@ def current_work_tile(params, scheduler, index, state):
         token_q, len_q, len_k = gl.to_tensor(0), params.seqs.seqlen_q, params.seqs.seqlen_k
         off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
         stored_q = len_q
-        if not have_one_size(params.order.varlen_tiles, params.seqs):
+        if not have_one_size(params.order.varlen_tiles, params.seqs, params.mask.offsets):
             token_q, len_q, len_k, off, stored_q = scheduler.words(5, 10, state)
         scheduler.consumer_release(state)
         # Consumers do not need to know where keys lie, and have no registers for it.
