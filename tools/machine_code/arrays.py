@@ -47,6 +47,7 @@ PORTABLE: Factors = {
     "sink": FLAGS,
     "tree_mask": FLAGS,
     "aligned": (True, False),
+    "offsets": FLAGS,
 }
 
 
@@ -77,6 +78,7 @@ def portable_problem(row: Row) -> AttentionProblem:
         bias=row["bias"],
         sink=row["sink"],
         tree_mask=row["tree_mask"],
+        q_offsets=row["offsets"],
         needs_grad=row["backward"],
         bias_grad=row["bias"] and row["backward"],
         return_lse=True,
@@ -170,6 +172,7 @@ HOPPER: Factors = {
     "largest": FLAGS,
     "ranges": (0, 1, 2),
     "lists": (0, 128, 64),
+    "offsets": FLAGS,
 }
 _LISTS: Row = {"lists": (128, 64)}
 _hopper_possible = excluded(
@@ -246,6 +249,7 @@ def hopper_problem(row: Row) -> AttentionProblem:
         sink=row["sink"],
         key_ranges=row["ranges"],
         block_mask=row["lists"],
+        q_offsets=row["offsets"],
         return_lse=row["lse"],
         max_scores=row["largest"],
         num_splits=0 if row["sizes"] == "small" else row["splits"],
@@ -268,6 +272,7 @@ FP8: Factors = {
     "sink": FLAGS,
     "lse": FLAGS,
     "descales": FLAGS,
+    "offsets": FLAGS,
 }
 _FP8_PLAIN: Row = {name: values[0] for name, values in FP8.items()}
 # Those whose loops tests/compile looks at, too: compiled once.
@@ -296,6 +301,7 @@ def fp8_problem(row: Row, dtype: str = "float8_e4m3fn") -> AttentionProblem:
         total_q=batch * rows - 30 if is_packed else None,
         total_k=batch * keys - 30 if is_packed else None,
         sink=row["sink"],
+        q_offsets=row["offsets"],
         return_lse=row["lse"],
     )
 

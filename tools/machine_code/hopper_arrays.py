@@ -35,6 +35,7 @@ BACKWARD: Factors = {
     "dlse": FLAGS,
     "key_ranges": (0, 1, 2),
     "lists": (0, 128, 64),
+    "offsets": FLAGS,
 }
 _WIDE = ((256, 256), (192, 128), (192, 192))
 _BACKWARD_PLAIN: Row = {name: values[0] for name, values in BACKWARD.items()}
@@ -72,6 +73,7 @@ def backward_problem(row: Row) -> AttentionProblem:
         deterministic=row["deterministic"],
         key_ranges=row["key_ranges"],
         block_mask=row["lists"],
+        q_offsets=row["offsets"],
         return_lse=True,
         needs_grad=True,
     )
@@ -103,6 +105,7 @@ DECODE: Factors = {
     "sink": FLAGS,
     "tree_mask": FLAGS,
     "lse": FLAGS,
+    "offsets": FLAGS,
 }
 _QUANTISED = ("int8", "int4", "float8_e5m2")
 _decode_possible = excluded(
@@ -123,6 +126,7 @@ HOPPER_DECODE: Factors = {
     "splits": (0, 1, 3),
     "sink": FLAGS,
     "lse": FLAGS,
+    "offsets": FLAGS,
 }
 MLA: Factors = {
     "group": (128, 16, 40),
@@ -132,6 +136,7 @@ MLA: Factors = {
     "mask": ("full", "causal"),
     "splits": (0, 1, 3),
     "lse": FLAGS,
+    "offsets": FLAGS,
 }
 MLA_SWAP_AB: Factors = {**MLA, "group": (16, 8, 4)}
 
@@ -165,6 +170,7 @@ def decode_problem(row: Row, dims: tuple[int, int], heads_k: int) -> AttentionPr
         alibi=row.get("alibi", False),
         sink=row.get("sink", False),
         tree_mask=row.get("tree_mask", False),
+        q_offsets=row.get("offsets", False),
         v_in_k=dims[0] > 256,
         return_lse=row["lse"],
         num_splits=row["splits"],

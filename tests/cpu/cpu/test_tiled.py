@@ -43,6 +43,7 @@ CHOICES: dict[str, Any] = dict(
     page_size=[1, 16],
     kv_batch_idx=[True],
     leftpad_k=[True],
+    q_offsets=[True],
     layout=LAYOUTS[1:],
     return_probs=[True],
     seqlen_q=[0, 1, 90],
@@ -56,6 +57,8 @@ ALL: dict[str, Any] = dict(
 )
 COMBINED = [
     Case(**ALL, varlen="qk", used="qk", heads_q=4),
+    Case(**ALL, varlen="qk", q_offsets=True, heads_q=4, rel_bias=9, batch=3),
+    Case(causal=True, q_offsets=True, batch=4, key_ranges=1, block_mask=32),
     Case(**ALL, page_size=8, leftpad_k=True, heads_q=4, tree_mask=True),
     Case(**ALL, kv_batch_idx=True, used="k", layout="offset", return_probs=True),
 ]

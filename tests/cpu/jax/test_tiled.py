@@ -48,6 +48,8 @@ CASES = [
     *RANGES,
     *BLOCKS,
     Case(**ALL, varlen="qk", used="qk", heads_q=4),
+    Case(**ALL, varlen="qk", q_offsets=True, heads_q=4, rel_bias=9, batch=3),
+    Case(causal=True, q_offsets=True, batch=4, key_ranges=1, block_mask=32),
     Case(**ALL, page_size=8, leftpad_k=True, heads_q=4, tree_mask=True),
     Case(**ALL, kv_batch_idx=True, used="k", layout="offset", return_probs=True),
     Case(scale=-0.4, window=(0, 0), alibi="h", bias="bk", varlen="q", head_dim=1, used="q"),

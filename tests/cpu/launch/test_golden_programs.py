@@ -98,6 +98,7 @@ LENGTHS = plain(
     {**PACKED, "used_q": True, "return_lse": True},
     {**PACKED, "used_k": True, "batch": 300, "total_q": 6000},
     *sizes(total_k=(510,), total_q=(330,), used_q=(True,), used_k=(True,), leftpad_k=(True,)),
+    {**CAUSAL, "q_offsets": True, "seqlen_q": 63},
     *sizes(kv_batch_idx=(True,), batch=(0, 1), seqlen_q=(1, 63, 64, 65), seqlen_k=(1, 2, 63)),
     {"total_q": 330, "used_k": True, "page_size": 16},
     {"total_q": 330, "used_k": True, "page_size": 16, "mask": MaskSpec.of(True, (50, 0))},

@@ -72,6 +72,7 @@ def draw(seed: int) -> Case:
     if facts["bias"]:
         facts |= {"bias_dtype": sometimes("bool")}
     facts |= {"rel_bias": sometimes(1, 4, 9)}
+    facts |= {"q_offsets": sometimes(True)}
     facts = {name: value for name, value in facts.items() if value is not None}
     return Case(**facts, seed=seed + 1000 * FRESH)
 

@@ -202,7 +202,7 @@ def _lengths(case: Case, rng) -> dict:
         rows = rng.permutation(case.batch + 1)[: case.batch]
         made["kv_batch_idx"] = torch.from_numpy(rows.astype(np.int32))
     if case.q_offsets:
-        offsets = rng.integers(-case.seqlen_q // 2, case.seqlen_k, case.batch)
+        offsets = rng.integers(-case.seqlen_q // 2, case.seqlen_k + 1, case.batch)
         made["q_offsets"] = torch.from_numpy(offsets.astype(np.int32))
     if case.tree_mask:
         seen = rng.random((case.batch, case.seqlen_q, case.seqlen_q)) < 0.6
@@ -369,7 +369,7 @@ def _problem(case: Case, x: Operands) -> AttentionProblem:
             case.causal,
             case.window,
             bottom_right=case.bottom_right and not case.q_offsets,
-            shift=case.shift
+            shift=0 if case.q_offsets else case.shift,
         ),
         softcap=case.softcap,
         dropout_p=case.dropout_p,

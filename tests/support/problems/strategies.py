@@ -74,6 +74,7 @@ def cases(
         page_size=page_size,
         kv_batch_idx=not page_size and "k" not in varlen and maybe("kv_batch_idx", flag, False),
         leftpad_k=maybe("leftpad_k", flag, False),
+        q_offsets=maybe("q_offsets", flag, False),
         layout=maybe("layout", st.sampled_from(LAYOUTS), "contiguous"),
         backward="backward" not in without and draw(st.booleans()),
         lse_grad=maybe("lse_grad", flag, False),

@@ -58,6 +58,7 @@ def _variant(rng: random.Random, dtypes) -> Case:
         lse_grad=not forward_only and rng.random() < 0.5,
         deterministic=not forward_only and rng.random() < 0.3,
         num_splits=3 if forward_only and rng.random() < 0.3 else 0,
+        q_offsets=rng.random() < 0.1,
     )
 
 

@@ -96,6 +96,7 @@ def work(
     clears_empty: whether the kernel clears rows of sequences without keys."""
     merged = config.merge_values * 32 * config.num_warps // at_once
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
+    names += ("q_offsets",)
     return DecodeWork(
         merge=DecodeMerge(
             partial_out=pointer(buffers, "partial_out", True),

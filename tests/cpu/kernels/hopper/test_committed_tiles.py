@@ -28,18 +28,20 @@ class Ring:
         pass
 
 
-@pytest.mark.parametrize("lengths", ["", "cu_k", "used_q", "used_k", "leftpad_k", "varlen_tiles"])
+@pytest.mark.parametrize("lengths", ["", "cu_k", "used_q", "used_k", "leftpad_k", "varlen_tiles", "offsets"])
 def test_consumers_have_the_sizes_that_the_producer_found(lengths):
     stored = SimpleNamespace(**dict.fromkeys(("cu_k", "used_q", "used_k", "leftpad_k")))
     stored.seqlen_q, stored.seqlen_k = Int(64), Int(500)
     order = SimpleNamespace(varlen_tiles=1 if lengths == "varlen_tiles" else None)
-    if lengths and not order.varlen_tiles:
+    if lengths not in ("", "offsets") and not order.varlen_tiles:
         setattr(stored, lengths, 1)
     params = SimpleNamespace(
         seqs=stored,
         order=order,
         gqa=SimpleNamespace(group=Int(2)),
-        mask=SimpleNamespace(shift=Int(0), bottom_right=Int(1)),
+        mask=SimpleNamespace(
+            shift=Int(0), bottom_right=Int(1), offsets=1 if lengths == "offsets" else None
+        ),
     )
     seq = dict(zip(SIZES, map(Int, (0, 64, 500, 436, 64)), strict=True))
     if lengths:

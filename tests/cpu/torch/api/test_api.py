@@ -141,7 +141,7 @@ def sayable(case: Case) -> Case:
     case = replace(case, varlen="")
     if not (case.page_size or case.kv_batch_idx or case.tree_mask):
         return case
-    case = replace(case, used="k" if "k" in case.used else "")
+    case = replace(case, used="k" if "k" in case.used else "", q_offsets=False)
     return replace(case, dropout_p=0.0, return_probs=False, bias="", backward=False)
 
 

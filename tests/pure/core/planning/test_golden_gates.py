@@ -121,6 +121,8 @@ FACTS: list[dict] = [
     {"kv_batch_idx": True},
     {"kv_batch_idx": True, **GRAD},
     {"leftpad_k": True},
+    {"q_offsets": True, "mask": MaskSpec.of(True, bottom_right=False)},
+    {"q_offsets": True, "mask": MaskSpec.of(True, bottom_right=False), "rel_bias": True, **GRAD},
     {"heads_k": 2},
     {"return_lse": True},
     {"return_probs": True},
