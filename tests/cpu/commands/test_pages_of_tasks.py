@@ -8,7 +8,7 @@ import pytest
 DOCS = Path(__file__).parents[3] / "docs"
 PAGES = {
     page: () for page in ("train", "serve", "quantised-cache", "context-parallel", "masks")
-} | {"jax": ("jax",)}
+} | {"jax": ("jax",), "context-parallel-jax": ("jax",)}
 
 
 @pytest.mark.parametrize("page", PAGES)

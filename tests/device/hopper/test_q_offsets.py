@@ -46,7 +46,8 @@ DECODES = [
     ("decode", replace(FEW, softcap=3.0, alibi="h")),
     ("mla", replace(FEW, head_dim=576, head_dim_v=512, heads_q=16, heads_k=1, v_in_k=True)),
 ]
-SIZES = [{}, {"seqlen_q": 300, "seqlen_k": 129}, {"seqlen_q": 64, "seqlen_k": 1030, "batch": 5}]
+# Runs of few and of many keys, by the same kernels.
+SIZES = [{}, {"seqlen_k": 129, "batch": 5}]
 
 
 @pytest.mark.parametrize("case", FORWARD, ids=str)
@@ -91,6 +92,6 @@ def test_a_captured_call_reads_the_offsets_of_its_replay():
         offsets.copy_(torch.tensor(pair))
         graph.replay()
         for b, offset in enumerate(pair):
-            one = (t[b : b + 1] for t in (q, k, v))
+            one = q[b : b + 1], k[b : b + 1], v[b : b + 1]
             want = heedful.flash_attn_func(*one, causal=True, q_offset=offset)
             assert torch.equal(out[b : b + 1], want)

@@ -56,7 +56,6 @@ _LAYOUTS = {
 }
 
 
-
 def describe(call: AttentionCall) -> AttentionProblem:
     """The problem of a call, with everything about it checked, stored as kernels will get it.
 

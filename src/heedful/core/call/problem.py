@@ -58,8 +58,9 @@ class AttentionProblem:
     at least NO_SCALE in size. softcap: 0 is off. dropout_p: 0 is off. used_q, used_k: per-sequence
     lengths inside the given storage (seqused, cache_seqlens). page_size: keys a page of a paged
     cache, 0 if not paged. alibi, bias, rel_bias, sink, tree_mask, kv_batch_idx, leftpad_k,
-    q_offsets: whether the call has them. key_ranges: how many ranges of keys each row has, 0 without such a mask.
-    block_mask: rows and keys of a tile of the block mask, 0 without one. kv_group: how many values
+    q_offsets: whether the call has them. key_ranges: how many ranges of keys each row has, 0
+    without such a mask. block_mask: rows and keys of a tile of the block mask, 0 without one.
+    kv_group: how many values
     share one scale of a quantised cache, 0 for a scale per head or none. kv_shift: the quantised
     cache has a zero shift per scale. needs_grad, bias_grad: whether a backward will follow, and
     whether it computes the bias's gradient. return_lse: whether the caller reads the log-sum-exp.

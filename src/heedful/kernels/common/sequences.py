@@ -11,7 +11,6 @@ import triton.language as tl
 from heedful.kernels.args.shared import Mask, Sequences, Shape
 from heedful.kernels.common.rows import wide
 
-
 # No diagonal is moved so far: `core.base.numbers.FAR`.
 FARTHEST = tl.constexpr(1 << 29)
 

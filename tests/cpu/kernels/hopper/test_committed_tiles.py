@@ -28,7 +28,9 @@ class Ring:
         pass
 
 
-@pytest.mark.parametrize("lengths", ["", "cu_k", "used_q", "used_k", "leftpad_k", "varlen_tiles", "offsets"])
+@pytest.mark.parametrize(
+    "lengths", ["", "cu_k", "used_q", "used_k", "leftpad_k", "varlen_tiles", "offsets"]
+)
 def test_consumers_have_the_sizes_that_the_producer_found(lengths):
     stored = SimpleNamespace(**dict.fromkeys(("cu_k", "used_q", "used_k", "leftpad_k")))
     stored.seqlen_q, stored.seqlen_k = Int(64), Int(500)

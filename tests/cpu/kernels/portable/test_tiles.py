@@ -116,6 +116,7 @@ def visits(
             first,
             bottom_right,
             shift,
+            None,
             tree=TreeMask(Pointer("tree", "int8") if tree else None, None, None),
             blocks=absent(BlockLists),
             ranges=RowArray(
