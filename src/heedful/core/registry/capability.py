@@ -167,7 +167,7 @@ class Variant:
 _KINDS = frozenset({"fp8", "quantized_kv"})
 
 _EVERY_FEATURE = frozenset(FEATURES)
-# What no kernel has run with on hardware.
+# No kernel has run with it on hardware.
 _UNRUN = frozenset({"q_offsets"})
 # Why a row's bits do not follow from its own keys and their positions alone.
 _VARIES_BY_SHARES = "programs share the keys of a batch, whose lengths decide where parts end"

@@ -82,7 +82,7 @@ def flash_attn_func(
         leftpad_k: int32 or int64 (batch,): where in its row the keys of a sequence begin.
         q_offset: places the diagonal: causal query i sees keys up to i + q_offset, counted from its
             sequence's first query and first key; windows and ALiBi measure from there. An int, or
-            int32 or int64, () or (batch,), which may be traced. By default aligned bottom right.
+            int32 or int64 (batch,). By default aligned bottom right.
         key_ranges: int32 (batch or 1, heads_q or 1, seqlen_q, 2 or 4): a query sees keys [a, b) of
             its own, or those of two such ranges, among those that the other masks show. Positions
             count from its sequence's first key. A range is cut to the keys that exist; one with a

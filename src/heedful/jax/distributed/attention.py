@@ -25,7 +25,7 @@ from heedful.jax.traced.sharding import alike
 
 
 class _Static(NamedTuple):
-    """What is the same for all tokens. options: of the attention functions, by name."""
+    """All that is the same for each token. options: of the attention functions, by name."""
 
     axis_name: str
     layout: str
@@ -74,9 +74,9 @@ def attention(
     backend: str | None = None,
     numerics: str | None = None,
 ) -> Any:
-    """What `flash_attn_func` computes of the whole batch, of which each device of a mesh axis has
-    some tokens; it runs under `shard_map` over that axis. Arguments that are not listed are that
-    function's.
+    """The attention of a whole batch, of which each device of a mesh axis has some tokens, as
+    `flash_attn_func` computes it; it runs under `shard_map` over that axis. Arguments that are not
+    listed are that function's.
 
     Every device gathers all keys and values; it returns the rows of its own queries, and in the
     backward the gradients of its own tokens. A gradient of a sink is summed over devices where
@@ -159,7 +159,7 @@ class _Chunk(NamedTuple):
 def _chunks(static: _Static, q: Array, rest: _Rest) -> list[_Chunk]:
     tokens = q.shape[static.tokens]
     begins = chunk_begins(tokens, static.axis_name, static.layout)
-    each, found = tokens // len(begins), []
+    each, chunks = tokens // len(begins), []
     for index, begin in enumerate(begins):
         more: dict[str, Any] = {"alibi_slopes": rest.alibi_slopes, "q_offset": begin}
         if rest.cu_seqlens is not None:
@@ -180,8 +180,8 @@ def _chunks(static: _Static, q: Array, rest: _Rest) -> list[_Chunk]:
         chunk = _Chunk(index * each, each, more)
         if rest.key_ranges is not None:
             more["key_ranges"] = chunk.of(rest.key_ranges, rest.key_ranges.ndim - 2)
-        found.append(chunk)
-    return found
+        chunks.append(chunk)
+    return chunks
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -12,9 +12,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 import heedful.jax
 from heedful.jax.distributed import attention, positions, shard, unshard
+from support.jax_context import AXIS, DEVICES, results
 from support.problems.budget import check
 from support.problems.cases import Case, build
-from support.runs.jax_context import AXIS, DEVICES, results
 
 BASE = Case(seqlen_q=64, seqlen_k=64, heads_q=4, heads_k=2, head_dim=16, lse_grad=True)
 SPREAD = PartitionSpec(None, AXIS)

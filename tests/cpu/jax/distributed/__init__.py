@@ -1,0 +1,1 @@
+"""Tests of `heedful.jax.distributed` over the CPU devices of one process."""
