@@ -177,6 +177,7 @@ class Device:
             mask=SimpleNamespace(
                 shift=Int(0),
                 bottom_right=Int(1),
+                offsets=None,
                 HAS_LEFT=s.left is not None,
                 HAS_RIGHT=s.right is not None,
                 RANGES=max(map(len, s.runs)) if s.runs else None,

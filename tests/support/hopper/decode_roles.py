@@ -96,6 +96,7 @@ class Roles:
         return SimpleNamespace(
             shift=Int(0),
             bottom_right=Int(1),
+            offsets=None,
             HAS_LEFT=left >= 0,
             HAS_RIGHT=False,
             left=Int(left),

@@ -218,9 +218,8 @@ _OF_HOPPER = frozenset(
     | {"deterministic", "key_ranges", "block_mask", "max_scores", "q_offsets"}
 )
 _OF_HOPPER_DECODE = frozenset(
-    {"causal", "window", "first_keys", "diagonal", "sink", "varlen", "seqused", "paged"}
-    | {"kv_batch_idx", "leftpad_k", "gqa", "head_dims_differ", "return_lse", "split_kv"}
-    | {"q_offsets"}
+    {"causal", "window", "first_keys", "diagonal", "q_offsets", "sink", "varlen", "seqused"}
+    | {"paged", "kv_batch_idx", "leftpad_k", "gqa", "head_dims_differ", "return_lse", "split_kv"}
 )
 _STEPS: dict[str, Any] = {"appends": True, "varies": _VARIES_BY_SHARES}
 # The gates of kernels that load by TMA, and of those that also read caches.

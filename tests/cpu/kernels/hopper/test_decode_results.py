@@ -305,7 +305,7 @@ def test_sequences_without_keys_are_cleared_and_no_others(sink, rest, each):
         seqlen_q=tensor(max(STORED)),
         seqlen_k=tensor(9),
     )
-    decode.params.mask = SimpleNamespace(bottom_right=tensor(1), shift=tensor(0))
+    decode.params.mask = SimpleNamespace(bottom_right=tensor(1), shift=tensor(0), offsets=None)
     programs = each * KV_HEADS
     for number in range(programs):
         host = decode.host(program=number, programs=programs)
