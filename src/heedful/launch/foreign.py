@@ -4,8 +4,7 @@ No framework is imported. Made for jaxlib's Triton kernel calls; any launcher th
 code object and an ordered parameter list can use it.
 """
 
-from dataclasses import dataclass
-
+from heedful.core.base.frozen import dataclass
 from heedful.core.planning.sizes import Workspace
 from heedful.launch.code.artifact import Artifact
 from heedful.launch.compiler import artifact

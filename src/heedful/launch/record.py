@@ -13,13 +13,14 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.device import DeviceSpec
 from heedful.core.base.forks import new_lock
+from heedful.core.base.frozen import dataclass
 from heedful.core.base.parsed import parsed
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem

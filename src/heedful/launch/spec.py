@@ -4,11 +4,12 @@ they need. Running, compiling ahead of time, inspecting and emulating all start 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cache, cached_property
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from heedful.core.base.frozen import dataclass
 from heedful.core.planning.sizes import Workspace
 from heedful.kernels.args.kinds import Kind
 

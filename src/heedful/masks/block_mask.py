@@ -2,10 +2,10 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from heedful.core.base import settings
+from heedful.core.base.frozen import dataclass
 from heedful.core.call.block_mask import SIDES
 from heedful.masks.arrays import along, check_count, int32, is_torch, namespace, shape_of
 

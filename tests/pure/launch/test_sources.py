@@ -56,12 +56,12 @@ def copy(tmp_path, monkeypatch):
 
     def digests() -> dict[str, str]:
         identity.source_digest.cache_clear()
-        identity._imported.cache_clear()
+        identity._kept.cache_clear()
         return {name: identity.source_digest(f"heedful.kernels.{name}") for name in KEPT}
 
     yield folder, digests
     identity.source_digest.cache_clear()
-    identity._imported.cache_clear()
+    identity._kept.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """A device as the planner sees it: a few properties. A table has them for planning without a GPU.
 At run time those read from the device replace them, since a part may be partitioned or cut down."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from heedful.core.base.frozen import dataclass
 
 KIB = 1024
 MIB = 1024 * KIB

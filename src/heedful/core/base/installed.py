@@ -12,13 +12,13 @@ import re
 import subprocess
 import sys
 import sysconfig
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 from heedful.core.base import settings
+from heedful.core.base.frozen import dataclass
 
 # Distributions known to bring the module `triton`; any other is seen through the module alone.
 TRITON_DISTRIBUTIONS = (

@@ -9,10 +9,10 @@ where `off` is the diagonal offset: `len_k - len_q + shift` when aligned bottom 
 flash-attn from 2.1 on, with the lengths in use), `shift` when aligned top left (SDPA, jax.nn).
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from heedful.core.base.frozen import dataclass
 from heedful.core.base.numbers import FAR, truth, whole, wholes
 
 

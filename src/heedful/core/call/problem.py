@@ -3,9 +3,10 @@ kernel runs, and how. It lacks addresses and strides, which only the kernel read
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
+from heedful.core.base.frozen import dataclass
 from heedful.core.base.numbers import check_factor, real, truth, whole, wholes
 from heedful.core.call.mask import MaskSpec
 

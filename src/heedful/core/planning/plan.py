@@ -4,9 +4,10 @@ Pure: it never queries a device, so it is tested for an MI355X on a laptop.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from heedful.core.base.device import DeviceSpec
+from heedful.core.base.frozen import dataclass
 from heedful.core.call.problem import AttentionProblem, Lengths
 from heedful.core.planning import sizes
 from heedful.core.planning.sizes import Scheduler, Sizes

@@ -5,12 +5,13 @@ All pure: numbers in, numbers out. Lengths may be symbols (core/base/symbols.py)
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.device import DeviceSpec
+from heedful.core.base.frozen import dataclass
 from heedful.core.base.symbols import if_above, larger, smaller
 from heedful.core.call.problem import ITEM_BITS, AttentionProblem
 from heedful.core.planning.splits import (

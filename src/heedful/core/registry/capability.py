@@ -5,11 +5,11 @@ and direction are a row.
 """
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from heedful.core.base.device import DeviceSpec
+from heedful.core.base.frozen import dataclass
 from heedful.core.call.problem import (
     FEATURES,
     LATENT_ROWS,

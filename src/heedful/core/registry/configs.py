@@ -4,10 +4,10 @@ problem, so that a plan holds all that the code depends on.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from heedful.core.base.device import DeviceSpec
+from heedful.core.base.frozen import dataclass
 from heedful.core.call.problem import ITEM_BITS, AttentionProblem
 from heedful.core.registry import conditions as where
 from heedful.core.registry import tiles

@@ -1,8 +1,9 @@
 """The tiles of kernels: a typed config for each, whose fields are all of its options."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Literal, Self
 
+from heedful.core.base.frozen import dataclass
 from heedful.core.call.problem import AttentionProblem
 
 # When a row gets a new reference: with every tile; where scores pass a threshold; or where sums

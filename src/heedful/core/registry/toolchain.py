@@ -1,7 +1,8 @@
 """The toolchain that kernels are planned for."""
 
 import sys
-from dataclasses import dataclass
+
+from heedful.core.base.frozen import dataclass
 
 # The first JAX whose call of compiled kernels takes machine code and tensor maps.
 JAX_ON_GPUS = (0, 11, 1)

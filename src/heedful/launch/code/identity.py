@@ -37,7 +37,8 @@ def source_digest(module: str) -> str:
     """SHA-256 over the sources that a kernel module may use: its file and those that it imports of
     heedful's kernels, directly or not; or a module's file if it is elsewhere."""
     if module.startswith("heedful.kernels."):
-        return files_digest(reached(_KERNELS.joinpath(*module.split(".")[2:])))
+        files = reached(_KERNELS.joinpath(*module.split(".")[2:]))
+        return _together((file, _kept(str(file))[0]) for file in files)
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise ImportError(f"no module {module}")
@@ -52,25 +53,31 @@ def all_kernels_digest() -> str:
 
 def reached(module: Path) -> list[Path]:
     """The files of a kernel module and of all that it imports, by name. module: without ".py"."""
-    files: set[Path] = set()
-    rest = {module.with_suffix(".py")}
+    files: set[str] = set()
+    rest = {f"{module}.py"}
     while rest:
         files |= rest
-        rest = {path for file in rest for path in _imported(file)} - files
-    return sorted(files)
+        rest = {path for file in rest for path in _kept(file)[1]} - files
+    return sorted(map(Path, files))
 
 
-@cache
-def _imported(file: Path) -> frozenset[Path]:
-    """The files of the kernels' modules that a file imports."""
-    imported: set[Path] = set()
-    for package, names in _IMPORT.findall(file.read_bytes()):
-        module = _KERNELS.joinpath(*package.decode().split(".")[1:])
+def _source(file: str) -> tuple[str, frozenset[str]]:
+    """The SHA-256 of a file, and the files of the kernels' modules that it imports. Paths are text:
+    a first call reads some forty files, and as many objects of pathlib would take longer."""
+    with open(file, "rb") as opened:
+        content = opened.read()
+    imported: set[str] = set()
+    for package, names in _IMPORT.findall(content):
+        module = os.path.join(_KERNELS, *package.decode().split(".")[1:])
         modules = [module]
-        if module.is_dir():
-            modules = [module / name for name in re.findall(r"\w+", names.decode())]
-        imported |= {path.with_suffix(".py") for path in modules}
-    return frozenset([path for path in imported if path.exists()])
+        if not os.path.isfile(f"{module}.py"):
+            modules = [os.path.join(module, name) for name in re.findall(r"\w+", names.decode())]
+        imported |= {f"{path}.py" for path in modules if os.path.isfile(f"{path}.py")}
+    return hashlib.sha256(content).hexdigest(), frozenset(imported)
+
+
+# Kernels share most of their sources.
+_kept = cache(_source)
 
 
 @cache
@@ -80,9 +87,12 @@ def _host_digest() -> str:
 
 def files_digest(files: Iterable[Path]) -> str:
     """SHA-256 over the names and contents of files."""
+    return _together((file, _source(str(file))[0]) for file in files)
+
+
+def _together(files: Iterable[tuple[Path, str]]) -> str:
     digest = hashlib.sha256()
-    for file in files:
-        content = hashlib.sha256(file.read_bytes()).hexdigest()
+    for file, content in files:
         digest.update(f"{file.parent.name}/{file.name} {content}\n".encode())
     return digest.hexdigest()
 

@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+from heedful.core.base.frozen import dataclass
 from heedful.core.base.installed import numbers
 from heedful.core.base.parsed import parsed
 

@@ -11,11 +11,11 @@ A faulty wheel is no fault of the caller: one warning says so, and the process g
 import hashlib
 import importlib.util
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 
 import heedful
 from heedful.core.base.forks import new_lock
+from heedful.core.base.frozen import dataclass
 from heedful.core.base.installed import served_cuda
 from heedful.launch.code import store
 from heedful.launch.code.artifact import Artifact

@@ -25,7 +25,7 @@ from heedful.torch.eager.keys import tensor_keys
 from heedful.torch.operands.checks import cache_call
 from heedful.torch.traced.batching import prefixed_vmap
 from heedful.torch.traced.library import LIBRARY
-from heedful.torch.traced.private import untraced
+from heedful.torch.traced.private import register_fake, untraced
 
 
 def keeps_rest(q: Tensor) -> bool:
@@ -215,5 +215,5 @@ def _prefixed_fake(k, v, *args):
 
 
 LIBRARY.impl("prefixed_attention_v8", _prefixed, "CompositeExplicitAutograd")
-torch.library.register_fake("heedful::prefixed_attention_v8", _prefixed_fake)
+register_fake("prefixed_attention_v8", _prefixed_fake)
 torch.library.register_vmap("heedful::prefixed_attention_v8", prefixed_vmap)

@@ -39,7 +39,12 @@ from heedful.torch.traced.autograd_rules import (
     no_second_derivative,
 )
 from heedful.torch.traced.batching import attention_vmap, backward_vmap, inference_vmap, seed_vmap
-from heedful.torch.traced.private import constant_when_traced, keep_result, untraced
+from heedful.torch.traced.private import (
+    constant_when_traced,
+    keep_result,
+    register_fake,
+    untraced,
+)
 
 _OPERANDS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Operands._fields)
 _TYPES = {
@@ -425,7 +430,7 @@ for _name, _kernel, _fake in (
     ("kept_seed", _kept_seed, torch.empty_like),
 ):
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"heedful::{_name}", _fake)
+    register_fake(_name, _fake)
 torch.library.register_vmap("heedful::attention_v8", attention_vmap)
 torch.library.register_vmap("heedful::attention_v8_backward", backward_vmap)
 torch.library.register_vmap("heedful::kept_seed", seed_vmap)
@@ -438,7 +443,7 @@ for _name, _options_of in _OVERLOADS.items():
     _op = _overload(_name)
     LIBRARY.impl(_name, partial(_inference, _options_of), "CompositeExplicitAutograd")
     LIBRARY.impl(_name, partial(_inference_autograd, _op, _options_of), "Autograd")
-    torch.library.register_fake(f"heedful::{_name}", partial(_inference_fake, _options_of))
+    register_fake(_name, partial(_inference_fake, _options_of))
     torch.library.register_vmap(f"heedful::{_name}", partial(inference_vmap, _op))
 for _device in ("cpu", "cuda"):
     # q, k, v and the bias of the one; q, k, v of the others.

@@ -1,6 +1,9 @@
 """The private names of torch by which operators ask its dispatcher and tracer. Eager calls do not
 use this."""
 
+import inspect
+import sys
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -57,6 +60,15 @@ def constant_when_traced(function):
     torch.compiler.assume_constant_result does the same, but loads Dynamo."""
     function._dynamo_marked_constant = True
     return function
+
+
+def register_fake(name: str, fake: Callable) -> None:
+    """torch.library.register_fake of one of heedful's operators. It has `inspect` say of which
+    modules its frames are, which costs 5 ms where their files are not known: then the files of all
+    modules are looked for."""
+    for module in (torch.library, sys.modules[__name__]):
+        inspect.modulesbyfile.setdefault(inspect.getabsfile(module), module.__name__)
+    torch.library.register_fake(f"heedful::{name}", fake)
 
 
 def keep_result(op) -> None:
