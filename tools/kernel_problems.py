@@ -263,12 +263,13 @@ def partial() -> Iterator[Entry]:
 
 
 def appending() -> Iterator[Entry]:
-    """Steps that write new keys into the cache first, rotated or not."""
+    """Steps that write new keys into the cache first, rotated (by halves or by pairs) or not."""
     for dim, page, tokens in product((64, 128), (0, 16, 64, 256), (1, 512)):
         for one in cached((tokens,), (32, 8), page, head_dim=dim, mask=CAUSAL):
             for called in _as_called(one):
                 yield _step(called, tokens=tokens)
-                yield _step(called, tokens=tokens, rotary="halves")
+                for rotary in ("halves", "pairs"):
+                    yield _step(called, tokens=tokens, rotary=rotary)
     for one in _of_gpt_oss((1, 512)):
         yield _step(one, tokens=one["seqlen_q"])
 
@@ -306,6 +307,24 @@ def fp8() -> Iterator[Entry]:
             yield from _with_and_without_scales(one)
 
 
+def widest() -> Iterator[Entry]:
+    """Head dim 512: training, prompts and steps."""
+    for heads, mask in product(((8, 8), (16, 8), (16, 1)), (FULL, CAUSAL)):
+        for make in (dense, packed):
+            yield from _both(make(TRAINED, heads, head_dim=512, mask=mask))
+    for page in (0, 16, 64):
+        for one in cached((1, 512), (16, 8), page, head_dim=512, mask=CAUSAL):
+            yield from map(_entry, _as_called(one))
+
+
+def largest() -> Iterator[Entry]:
+    """Training that reads the largest score of each head or row, such as QK-clip's."""
+    for dims, heads in (((64, 64), (32, 8)), ((128, 128), (32, 8)), ((192, 128), (128, 128))):
+        for mask, make in product((FULL, CAUSAL), (dense, packed)):
+            facts: Facts = {"head_dim": dims[0], "head_dim_v": dims[1], "mask": mask}
+            yield from _both(make(TRAINED, heads, **facts, max_scores=True))
+
+
 def half() -> Iterator[Entry]:
     """float16: training and decode."""
     dtypes = dict.fromkeys(("dtype", "kv_dtype", "out_dtype"), "float16")
@@ -328,6 +347,8 @@ ALL = (
     quantised,
     latent,
     fp8,
+    widest,
+    largest,
     half,
 )
 

@@ -38,6 +38,12 @@ def trained(batch, tokens, heads_q, heads_k, dim, dim_v=None, **options) -> None
     out.backward(torch.zeros_like(out))
 
 
+def clipped(batch, tokens, heads_q, heads_k, dim) -> None:
+    q, k, v = (some(batch, tokens, n, dim, grad=True) for n in (heads_q, heads_k, heads_k))
+    out, _ = flash_attn_func(q, k, v, causal=True, return_max_logits=True)
+    out.backward(torch.zeros_like(out))
+
+
 def packed(lengths, heads_q, heads_k, dim, **options) -> None:
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     rows = ((heads_q, dim), (heads_k, dim), (heads_k, dim))
@@ -64,6 +70,11 @@ def served(tokens, heads_q, heads_k, dim, page_size, appends=True, **options: An
     flash_attn_with_kvcache(q, caches[0], caches[1], cache_seqlens=lengths, causal=True, **options)
 
 
+def rotary(dim: int) -> dict[str, Any]:
+    """Tables of a rotation of neighbouring pairs, the default of a call."""
+    return {name: some(8192, dim // 2) for name in ("rotary_cos", "rotary_sin")}
+
+
 def batch(lengths, heads_q, heads_k, dim, page_size, dtype=torch.bfloat16, **options: Any) -> None:
     """Prompts and steps of an engine over one cache."""
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
@@ -83,11 +94,15 @@ CALLS = {
     "DeepSeek trains": lambda: trained(1, 2048, 16, 16, 192, 128, causal=True),
     "Gemma trains": lambda: trained(1, 2048, 16, 8, 256, causal=True, softcap=50.0),
     "bits repeat": lambda: trained(1, 2048, 32, 8, 128, causal=True, deterministic=True),
+    "QK-clip trains": lambda: clipped(1, 2048, 32, 8, 128),
+    "head dim 512 trains": lambda: trained(1, 2048, 16, 8, 512, causal=True),
+    "head dim 512 decodes": lambda: served(1, 16, 8, 512, 16, appends=False),
     "packed documents train": lambda: packed([700, 1, 1000], 32, 8, 128, causal=True),
     "gpt-oss trains": lambda: packed(
         [700, 300], 64, 8, 64, causal=True, window_size=(127, 0), sink=torch.zeros(64)
     ),
     "Llama decodes": lambda: served(1, 32, 8, 128, 0),
+    "GPT-J decodes from pages": lambda: served(1, 32, 8, 128, 16, **rotary(128)),
     "Llama decodes from pages": lambda: served(1, 32, 8, 128, 256),
     "Llama prefills pages": lambda: served(512, 32, 8, 128, 16),
     "an engine decodes from pages": lambda: served(1, 32, 8, 128, 16, appends=False),

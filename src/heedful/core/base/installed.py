@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -197,6 +196,8 @@ def toolchain_in(root: Path) -> Compiler | None:
 
 def python_tag() -> str:
     """The end of a toolchain's folder name: its Python and its machine."""
+    import sysconfig  # which calls do not need
+
     return f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
 
 

@@ -10,7 +10,6 @@ followed, and a file is checked after it is opened.
 import errno
 import logging
 import os
-import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -115,7 +114,7 @@ class Folder:
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a file in one step: readers see all of it or nothing, whenever the writer dies."""
-        temporary = f"{name}.{secrets.token_hex(8)}.tmp"
+        temporary = f"{name}.{os.urandom(8).hex()}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         handle = os.open(self._at(temporary), flags, 0o600, dir_fd=self._fd)
         try:
