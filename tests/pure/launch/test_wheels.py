@@ -109,6 +109,11 @@ def no_manifest(folder):
     (folder / MANIFEST).unlink()
 
 
+def a_manifest_cut_short(folder):
+    path = folder / MANIFEST
+    path.write_bytes(path.read_bytes()[:200])
+
+
 def newer_format(folder):
     path = folder / MANIFEST
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
@@ -134,7 +139,8 @@ def a_number_in_words(folder):
 
 
 @pytest.mark.parametrize(
-    "damage", [no_manifest, newer_format, no_wheel, more_facts, a_number_in_words]
+    "damage",
+    [no_manifest, a_manifest_cut_short, newer_format, no_wheel, more_facts, a_number_in_words],
 )
 def test_a_wheel_without_a_good_manifest_is_left_out_with_one_warning(site, damage):
     damage(install(site))
