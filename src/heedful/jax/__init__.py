@@ -8,9 +8,11 @@ from heedful.jax.api.dot_product import dot_product_attention
 from heedful.jax.api.gradients import attention_backward
 from heedful.jax.api.kvcache import flash_attn_with_kvcache
 from heedful.jax.api.merge import merge_attn_states
+from heedful.jax.operands.plain import Quads
 from heedful.jax.operands.quant import dequantize_kv, pack_latent, quantize_kv, unpack_latent
 
 __all__ = [
+    "Quads",
     "attention_backward",
     "dequantize_kv",
     "dot_product_attention",

@@ -16,6 +16,7 @@ from heedful.core.call.operands import Operands  # noqa: E402
 from heedful.core.call.problem import AttentionProblem  # noqa: E402
 from heedful.jax.api.merge import merged  # noqa: E402
 from heedful.jax.gpu import pages  # noqa: E402
+from heedful.jax.operands.plain import origin_words  # noqa: E402
 from heedful.jax.tiled import tiles  # noqa: E402
 from heedful.jax.traced import cache_update  # noqa: E402
 from support.problems.budget import run  # noqa: E402
@@ -145,6 +146,28 @@ def test_a_part_of_the_scores_draws_its_part_of_the_dropout_mask(place):
     words = jnp.array(origin, jnp.uint32)
     traced = jax.jit(lambda words: dropped(whole.shape, words))
     np.testing.assert_array_equal(traced(words), whole)
+
+
+def test_a_column_of_quads_is_a_multiple_of_4_also_where_it_is_traced():
+    """Kernels that draw words by four take those alone."""
+    q, k = jnp.zeros((1, 5, 1, 4)), jnp.zeros((1, 9, 1, 4))
+
+    def dropped(column):
+        origin = (0, 0, 0, column)
+        drawn = hj.flash_attn_func(
+            q, k, k, 0.5, dropout_seed=9, return_attn_probs=True, dropout_origin=origin
+        )
+        return jnp.signbit(drawn[2])
+
+    wanted = dropped(8)
+    np.testing.assert_array_equal(dropped(hj.Quads(2)), wanted)
+    np.testing.assert_array_equal(jax.jit(lambda n: dropped(hj.Quads(n)))(jnp.int32(2)), wanted)
+    relied_on = []
+    for column in (lambda n: hj.Quads(n), lambda n: n * 4):
+        jax.jit(lambda n, c=column: relied_on.append(origin_words((0, 0, 0, c(n)))[0]))(2)
+    assert relied_on == [(0, 0, 0, 0), (0, 0, 0, 1)]
+    with pytest.raises(TypeError, match="dropout_origin"):
+        dropped(hj.Quads(0.5))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])

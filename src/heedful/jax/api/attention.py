@@ -109,7 +109,8 @@ def flash_attn_func(
         dropout_origin: (batch, head, row, column) of this call's first score in a larger problem
             that it is a shard of, each from 0 to 2**32 - 1. The call then draws its part of the
             mask that the whole problem would draw from this seed. It may be traced (uint32 (4,), or
-            a tuple of numbers), as jax.lax.axis_index makes it.
+            a tuple of numbers), as jax.lax.axis_index makes it. Some kernels take columns that are
+            multiples of 4 alone: `heedful.jax.Quads(count)` is one that may be traced.
         backend: the backend to run on; it raises if that cannot. By default the planner chooses.
         numerics: "fast", or "invariant": no bit of a row's out and lse depends on anything but its
             query, the keys and values that it sees, their positions and the options; by default

@@ -1,7 +1,7 @@
 """Arguments that stand for plain Python values, where they are arrays of JAX's, and seeds: all else
 is `core.base.numbers`."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -84,6 +84,13 @@ def offset_of_each(x: Operands, options: Options) -> tuple[Operands, Options]:
     return x._replace(q_offsets=offset), options._replace(q_offset=None)
 
 
+class Quads(NamedTuple):
+    """A column of dropout_origin that is four times `count`, an int or a traced integer without
+    dims. Kernels that draw words by four take it, whatever its value."""
+
+    count: Any
+
+
 # Stands for a column that is not known, of which no kernel may take it to be a multiple of 4.
 _ANY_COLUMN = 1
 
@@ -94,10 +101,16 @@ def origin_words(origin: Any) -> tuple[Any, Array | None]:
 
     Raises TypeError or ValueError naming the argument.
     """
+    column = _ANY_COLUMN
+    if isinstance(origin, (tuple, list)) and origin and isinstance(origin[-1], Quads):
+        count = origin[-1].count
+        if not is_traced(count):
+            count = numbers.whole("dropout_origin[3].count", count)
+        # Four times any count is known to be a multiple of 4, as 0 is.
+        origin, column = (*origin[:-1], count * 4), 0
     parts = origin if isinstance(origin, (tuple, list)) else [origin]
     if not any(map(is_traced, parts)):
         return origin, None
-    column = _ANY_COLUMN
     if len(parts) == 4 and not is_traced(parts[3]):
         column = numbers.whole("dropout_origin[3]", parts[3])
     words = jnp.stack(list(map(_word, parts))) if isinstance(origin, (tuple, list)) else origin
