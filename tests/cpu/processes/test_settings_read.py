@@ -61,6 +61,16 @@ def over_pages(rows: int, dtype=torch.float16) -> None:
     heedful.flash_attn_with_kvcache(q, pages, pages, cache_seqlens=lengths, block_table=table)
 
 
+MACHINES: list[standin.Gpu] = []
+
+
+def leaves_sms(dtype=torch.float16) -> bool:
+    """Whether a call of more tiles than an H200 has SMs is of fewer programs."""
+    q = torch.zeros(1, 40000, 1, 64, dtype=dtype)
+    heedful.flash_attn_func(q, q, q)
+    return MACHINES[-1].launches[-1].grid[0] == 124
+
+
 def in_parts(rows: int, dtype=torch.float16) -> None:
     """A call that needs scratch."""
     q, k = torch.zeros(1, rows, 8, 64, dtype=dtype), torch.zeros(1, 4096, 1, 64, dtype=dtype)
@@ -84,6 +94,7 @@ SEEN: dict[str, tuple[str, Callable[[], bool], Callable[[], bool]]] = {
         lambda: raises(lambda: in_parts(1)),
         lambda: raises(lambda: in_parts(1, torch.bfloat16)),
     ),
+    "sm_margin": ("7", leaves_sms, lambda: leaves_sms(torch.bfloat16)),
     "check_pages": (
         "1",
         lambda: raises(lambda: over_pages(1)),
@@ -118,7 +129,8 @@ def test_each_setting_is_read_at_one_of_these_times():
 def test_a_setting_of_kinds_is_read_by_new_ones_alone_until_all_are_forgotten(name, monkeypatch):
     text, of_known, of_new = SEEN[name]
     short = variable(name).removeprefix("HEEDFUL_").lower()
-    with standin.gpu("H200"):
+    with standin.gpu("H200") as machine:
+        MACHINES[:] = [machine]
         assert not of_known() and not of_known()
         monkeypatch.setenv(variable(name), text)
         assert not of_known() and of_new()

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 from heedful.core.base.frozen import dataclass
 
+from heedful.core.base.settings import get
+
 KIB = 1024
 MIB = 1024 * KIB
 NO_GPU_ON_WINDOWS = (
@@ -38,6 +40,15 @@ class DeviceSpec:
     def live(self, **figures) -> "DeviceSpec":
         """This device with figures read from the hardware in place of the table's."""
         return replace(self, **figures)
+
+
+def lent(spec: DeviceSpec) -> DeviceSpec:
+    """The device that kernels are planned for: without the SMs that HEEDFUL_SM_MARGIN leaves to
+    others. Their number stays even, as clusters of two programs want it."""
+    margin = get("sm_margin")
+    if not margin or spec.vendor == "cpu":
+        return spec
+    return spec.live(units=max(2, (spec.units - margin) // 2 * 2))
 
 
 def vendor_of(arch: str) -> str:

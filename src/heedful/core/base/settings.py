@@ -37,6 +37,13 @@ def _workers(text: str) -> int:
     return value
 
 
+def _units(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError("wanted a number of SMs >= 0")
+    return value
+
+
 def _folder(text: str) -> Path:
     try:
         return Path(text).expanduser()
@@ -129,6 +136,13 @@ TABLE = {
     ),
     "workspace_limit": Setting(
         _size, None, KIND, "largest scratch of one call in MiB; a call that needs more raises"
+    ),
+    "sm_margin": Setting(
+        _units,
+        0,
+        KIND,
+        "SMs that kernels of a fixed number of programs leave to others, such as NCCL's; rounded up"
+        " to an even number",
     ),
     "cache_dir": Setting(
         _folder, _cache_dir, USE, "where compiled kernels are kept between processes"

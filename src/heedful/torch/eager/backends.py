@@ -12,6 +12,7 @@ import torch
 
 from heedful.core.base import settings
 from heedful.core.base.arrays import ArraySpec, dense_strides, item_bytes, ordered_strides
+from heedful.core.base.device import lent
 from heedful.core.base.symbols import value_of
 from heedful.core.call.numerics import backend_of
 from heedful.core.call.operands import Gradients, Operands, own_shape
@@ -57,7 +58,8 @@ def prepare(
     tensors = {Operands._fields[index]: x[index] for index in present}
     kind, values = of_call(problem, tensors)
     arrays, pick = kind[2:], itemgetter(*present)
-    key = (kind, device, backend, notes, settings.get("backend"), packs.backends())
+    environment = *map(settings.get, ("backend", "sm_margin")), packs.backends()
+    key = (kind, device, backend, notes, *environment)
 
     def make(numbers) -> PlannedCase:
         traced, specs = with_numbers(problem, arrays, numbers)
@@ -86,7 +88,7 @@ def planned(
     """The plan of a problem on a device. Raises as `prepare`."""
     check_device(device)
     named = backend_of(backend) or settings.get("backend")
-    return plan(problem, device_spec(device), toolchain(device), named, notes)
+    return plan(problem, lent(device_spec(device)), toolchain(device), named, notes)
 
 
 # How many lengths a problem has.

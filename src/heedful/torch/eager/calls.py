@@ -459,7 +459,8 @@ def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) 
             sizes += moving
     if x.block_table is not None and x.cu_seqlens_q is not None:
         return None
-    environment = *map(settings.get, ("backend", "numerics", "check_pages")), packs.backends()
+    read = ("backend", "numerics", "check_pages", "sm_margin")
+    environment = *map(settings.get, read), packs.backends()
     without_longest = options._replace(max_seqlen_q=None, max_seqlen_k=None)
     known = KINDS.of((without_longest, grad, environment, *facts))
 

@@ -34,7 +34,7 @@ def test_an_empty_variable_is_one_that_is_not_set(clean, monkeypatch, name):
 def test_a_wrong_value_is_named_with_its_variable(clean, monkeypatch):
     for name, text in {
         **{"cache_limit": "much", "cache_read_only": "perhaps", "log": "loud"},
-        **{"workers": "0", "compile_seconds": "inf"},
+        **{"workers": "0", "compile_seconds": "inf", "sm_margin": "-1"},
     }.items():
         monkeypatch.setenv(settings.variable(name), text)
         with pytest.raises(ValueError, match=f"{settings.variable(name)}='{text}'"):
@@ -53,6 +53,7 @@ MIB = 1024 * 1024
         ("cache_read_only", False, {"1": True, "TRUE": True, "yes": True, "on": True}),
         ("cache_read_only", False, {"0": False, "false": False, "No": False, "off": False}),
         ("check_pages", False, {"1": True, "0": False}),
+        ("sm_margin", 0, {"0": 0, "8": 8}),
         ("pack", None, {"/a/b": Path("/a/b")}),
         ("cache_dir", None, {"/a/b": Path("/a/b")}),
         ("triton", None, {"/a/b": Path("/a/b"), "process": Path("process")}),
