@@ -167,7 +167,7 @@ class Variant:
 _KINDS = frozenset({"fp8", "quantized_kv"})
 
 _EVERY_FEATURE = frozenset(FEATURES)
-# No kernel has run with it on hardware.
+# By default a Hopper kernel has not run with it on hardware.
 _UNRUN = frozenset({"q_offsets"})
 # Why a row's bits do not follow from its own keys and their positions alone.
 _VARIES_BY_SHARES = "programs share the keys of a batch, whose lengths decide where parts end"
@@ -326,7 +326,7 @@ def _hopper_backward(
             *(*_TMA_GATES, gates.aligned_draws, gates.near_softcap),
             *(gates.lists_of_the_hopper_backward, *more),
         ),
-        **facts,
+        **({"unrun": frozenset()} | facts),
     )
 
 
@@ -340,7 +340,7 @@ _SHORT = (_OF_DECODE, "decode.forward", mixed.queries_of_few_tiles, mixed.some_f
 # In order of preference.
 VARIANTS: tuple[Variant, ...] = (
     _latent("mla_swap_ab", gates.rows_of_swapped_products),
-    _latent("mla", gates.few_rows),
+    _latent("mla", gates.few_rows, unrun=frozenset()),
     _latent(
         "mla_converting_pair",
         *(gates.few_rows, gates.rows_of_pairs, *_IF_STORED),
@@ -356,6 +356,7 @@ VARIANTS: tuple[Variant, ...] = (
             preferences.packed_keys,
         ),
         alias="hopper_decode",
+        unrun=frozenset(),
         **_STEPS,
     ),
     _on_hopper(
@@ -391,7 +392,6 @@ VARIANTS: tuple[Variant, ...] = (
             preferences.many_rows_of_one_length,
             preferences.keys_of_one_length,
         ),
-        unrun=_UNRUN,
         configs=("decode.forward",),
         program="heedful.launch.bind.decode",
         varies=_VARIES_BY_SHARES,
@@ -415,7 +415,7 @@ VARIANTS: tuple[Variant, ...] = (
         triton=(3, 6),
         gates=(*_HOPPER_GATES, *gates.OF_THE_HOPPER_FORWARD),
         varies=None,
-        unrun=_UNRUN | {"max_scores"},
+        unrun=frozenset({"max_scores"}),
     ),
     _on_hopper(
         "hopper",
@@ -503,7 +503,7 @@ VARIANTS: tuple[Variant, ...] = (
         ),
         configs=("portable.forward", "portable.scores"),
         program="heedful.launch.bind.portable",
-        unrun=_UNRUN | {"max_scores"},
+        unrun=frozenset({"max_scores"}),
     ),
     _hopper_backward("backward", {*_TAKEN, "deterministic"}, 128, gates.equal_head_dims),
     # Consumers add to dQ themselves, and take no turns. Words of a block mask have no room.
@@ -512,6 +512,7 @@ VARIANTS: tuple[Variant, ...] = (
     _hopper_backward(
         *("halves", {"softcap"}, 512, gates.above_256),
         **{"framework": "torch", "levels": {"sm_90": "compile-only"}, "by_default": False},
+        unrun=_UNRUN,
     ),
     Variant(
         "portable",
@@ -523,7 +524,6 @@ VARIANTS: tuple[Variant, ...] = (
         _EVERY_FEATURE - {"kv_batch_idx"},
         gathers_pages=True,
         least=(("triton", (3, 6)),),
-        unrun=_UNRUN,
         gates=(gates.wide_float32, gates.blocks_without_scores, gates.one_diagonal_of_bias),
         configs=("portable.backward_keys", "portable.backward_queries", "portable.scores"),
         program="heedful.launch.bind.portable",
