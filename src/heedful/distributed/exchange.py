@@ -131,7 +131,7 @@ def side_by_side(parts: list[Tensor], out: Tensor) -> None:
     `out` may come."""
     words = [words_of(x) for x in (*parts, out)]
     if len({x.dtype for x in words}) > 1:
-        words = [*parts, out]
+        words = [*parts, out.view(parts[0].dtype)]
     torch.cat(words[:-1], dim=-1, out=words[-1])
 
 
@@ -144,6 +144,8 @@ def copy(into: Tensor, rows: Tensor) -> None:
 
 def words_of(x: Tensor) -> Tensor:
     """x as words of 8 bytes, if it can be: copies of rows with gaps take an element at a time."""
+    if x.dtype == torch.int64:
+        return x
     ratio = 8 // x.itemsize
     steps = *x.stride()[:-1], x.shape[-1], x.storage_offset()
     fits = x.stride(-1) == 1 and not any(step % ratio for step in steps)

@@ -16,7 +16,7 @@ from torch import Tensor
 from heedful.distributed import peers
 from heedful.distributed.calls import attended, differentiated, placed
 from heedful.distributed.cost import head_groups
-from heedful.distributed.exchange import Exchange, copy, head_start, side_by_side
+from heedful.distributed.exchange import Exchange, copy, head_start, side_by_side, words_of
 from heedful.distributed.plan import ContextPlan, OnDevice
 from heedful.distributed.schedules import Call
 
@@ -50,11 +50,19 @@ def groups(
 
 
 class Keys:
-    """k and v of one group of heads, on their way: a head's k and v lie side by side. shared: where
-    other ranks read them, None if they are sent."""
+    """k and v of one group of heads, on their way: a head's k and v lie side by side. words: k and
+    v, both as wide words if they can be; shared: where other ranks read them, None if they are
+    sent."""
 
     def __init__(
-        self, k: Tensor, v: Tensor, group: Group, made: ContextPlan, on: OnDevice, shared: Any
+        self,
+        k: Tensor,
+        v: Tensor,
+        words: tuple[Tensor, Tensor],
+        group: Group,
+        made: ContextPlan,
+        on: OnDevice,
+        shared: Any,
     ):
         self.group, self._made, self._on = group, made, on
         self._dims, self._peers = (k.shape[-1], v.shape[-1]), shared and shared.peers
@@ -66,7 +74,7 @@ class Keys:
         else:
             own = part.own
         for rows, place in own:
-            side_by_side([x[rows, group.keys] for x in (k, v)], place)
+            side_by_side([x[rows, group.keys] for x in words], place)
         self._exchange: Any = None
 
     def begin(self, after: Any) -> None:
@@ -193,7 +201,9 @@ def _parts(
         told, is_hidden = groups(q, k, v, on, backward, shared is not None)
         if shared is not None:
             shared.peers.begin()
-        keys = [Keys(k, v, group, made, on, shared) for group in told]
+        words = words_of(k), words_of(v)
+        words = words if words[0].dtype == words[1].dtype else (k, v)
+        keys = [Keys(k, v, words, group, made, on, shared) for group in told]
         if shared is not None:
             after = shared.peers.ready()
         if shared is None or backward:

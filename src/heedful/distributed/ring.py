@@ -25,8 +25,9 @@ Ranks = ContextPlan | Side
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merges the attention over other keys into float32 `out`, (rows, heads, dim), and `lse`,
     (heads, rows). A row that sees none of them has -inf."""
-    weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
-    out.lerp_(part.to(out.dtype), weight.T[..., None])
+    weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0).T[..., None]
+    # A part of 16 bits is not copied to float32 as a whole.
+    torch.addcmul(out.mul_(1 - weight), part, weight, out=out)
     torch.logaddexp(lse, part_lse, out=lse)
 
 

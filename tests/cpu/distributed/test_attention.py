@@ -166,6 +166,13 @@ def test_ranks_may_read_each_others_memory(groups, tmp_path, count, layout, name
     assert {steps for _, steps in found} == {2}
 
 
+def test_rows_that_are_no_wide_words_are_read_too(groups, tmp_path):
+    """k and v of three float32, which together are three words of 8 bytes."""
+    case = packed(head_dim=3, head_dim_v=3)
+    found = groups(2).run(by_reading, case, "zigzag", tmp_path)
+    budget.check(build(case), found[0][0])
+
+
 @pytest.mark.parametrize(
     ("count", "strategy", "layout"),
     [
