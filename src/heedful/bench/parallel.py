@@ -7,9 +7,9 @@ devices would give. One GPU computes the whole batch in its own order, by the fa
 flash_attn_func and flash_attn_varlen_func, while the others are idle. Shards are laid out before. A
 row exists only if what ranks computed is near what the one computed. Times are medians, in
 milliseconds; bfloat16. First come calls, whose launches the host makes while devices work, then
-replays of CUDA graphs of both sides. "predicted" is the replayed forward as `distributed/cost.py`
-has it. Plan, shard of q and unshard of out have columns of their own. MiB are what a step takes at
-most beside its inputs, forward and with backward. The ways zigzag and llama3 are others' schedules
+replays of CUDA graphs of both sides. "predicted" are the replays as `distributed/cost.py` has them.
+Plan, shard of q and unshard of out have columns of their own. MiB are what a step takes at most
+beside its inputs, forward and with backward. The ways zigzag and llama3 are others' schedules
 (`parallel_peers.py`). WORDS: only cases whose names have one of them; a word with "=" names a way:
 =ring. Last come decodes, by calls and by graphs ("decode").
 """
@@ -259,12 +259,13 @@ def more_memory(call: Callable[[], Any], made: Any) -> float:
     return (torch.cuda.max_memory_allocated() - before + shared) / 2**20
 
 
-def predicted(made: Any) -> float:
-    """Milliseconds of a replayed forward; NaN of a peer's."""
-    if isinstance(made, Peer):
-        return math.nan
-    found = cost.forwards(made.layout, made.mask, made.heads, (DIM, DIM), 2)
-    return found[made.strategy] * 1e3
+def predicted(made: Any) -> tuple[float, float]:
+    """Milliseconds of a replayed forward, and with its backward; NaN of others' schedules."""
+    if isinstance(made, Peer) or made.grid is not None:
+        return math.nan, math.nan
+    told = made.layout, made.mask, made.heads, (DIM, DIM), 2, made.peers is not None
+    found = cost.times(*told)[made.strategy]
+    return found.forward * 1e3, found.both * 1e3
 
 
 def rows(
@@ -282,7 +283,7 @@ def rows(
     for way in ways:
         words = f"{case.name:34} {way:12} {case.layout:10}"
         try:
-            made, ms = planned(case, way)
+            made, took = planned(case, way)
         except ValueError as error:
             if rank == 0:
                 yield f"{words} refused: {error}"
@@ -302,8 +303,9 @@ def rows(
                 for one, most in zip(times, slowest, strict=True)
             ]
             balance = math.nan if way in PEERS else made.layout.balance(made.mask)
-            columns += [f"{predicted(made):9.3f} {balance:8.3f}"]
-            columns += [f"{ms:8.1f} {spent[0]:8.3f} {spent[1]:8.3f} {measured}"]
+            columns += [f"{ms:9.3f}" for ms in predicted(made)]
+            columns += [f"{balance:8.3f}"]
+            columns += [f"{took:8.1f} {spent[0]:8.3f} {spent[1]:8.3f} {measured}"]
             columns += [f"{mib:8.0f}" for mib in memory]
             yield f"{words} {' '.join(columns)}"
 
@@ -387,7 +389,9 @@ def main() -> None:
     version = ".".join(map(str, nccl.version()))
     timed = "fwd", "both", "fwd graph", "both grph"
     columns = [f"{'one':>9} {name:>9} {'E':>6}" for name in timed]
-    columns += [f"{'predicted':>9} {'balance':>8} {'plan':>8} {'shard':>8} {'unshard':>8}"]
+    columns += [
+        f"{'predicted':>9} {'both':>9} {'balance':>8} {'plan':>8} {'shard':>8} {'unshard':>8}"
+    ]
     columns += [f"{'GB/s':>7} {'copied':>7} {'MiB':>8} {'both':>8}"]
     script.say(
         f"{ranks} x {torch.cuda.get_device_name()}, NCCL {version}",

@@ -1,20 +1,25 @@
-"""Estimates the time of a strategy's forward from tiles, rows and two rates.
+"""Estimates the time of a strategy's forward, alone and with its backward, from tiles, rows and a
+few rates.
 
-Rates are those of H100s and H200s that NVLink joins. On other machines the times are wrong, but the
-choice hardly changes: it depends on how many bytes are sent while no kernel runs.
+Rates are those of H200s that NVLink joins. On other machines the times are wrong, but the choice
+hardly changes: it depends on how many bytes are sent while no kernel runs.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil
 
 from heedful.core.base.device import by_name
 from heedful.distributed.layouts import BLOCK, LAYOUTS, Layout, Mask, Piece
 from heedful.distributed.schedules import Crossing, Schedule, crossing, spread_heads
 
-# FLOP/s of the forward, and bytes/s that a device receives from another: between what 16k and 64k
-# tokens had on an H200, and 8 and 32 MiB between two.
-FLOPS = 760e12
-LINK = 270e9
+# FLOP/s of the forward and of the backward: 32k and 64k causal tokens on an H200.
+FLOPS, BACKWARD_FLOPS = 760e12, 585e12
+# Bytes/s that a device receives from another: 32 MiB sent, and copied out of its memory, between
+# two H200s. LINK is between them, for what decides on groups of heads.
+SEND, COPY, LINK = 225e9, 350e9, 270e9
+# The same between hosts, of whose devices each has a link of 400 Gbit/s: assumed, not measured.
+BETWEEN_HOSTS, PER_HOST = 45e9, 8
 SMS = by_name("H200").units
 # Packing and a collective's own time, in seconds.
 LATENCY = 40e-6
@@ -53,47 +58,84 @@ def head_groups(
     return [*ends[0], heads[1] - sum(ends[0]) - sum(ends[1]), *ends[1]], is_hidden
 
 
+@dataclass(frozen=True)
+class Time:
+    """Seconds of the slowest rank."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
 def gather(
-    layout: Layout, mask: Mask, heads: tuple[int, int], dims: tuple[int, int], size: int
-) -> float:
-    """Seconds of the slowest rank: the first group's keys are waited for, unless local calls take
-    as long; the others arrive while a kernel runs."""
-    slowest, needs = 0.0, crossing(layout, mask)
-    sizes, is_hidden = head_groups(needs, heads, dims, size)
-    for received, work in zip(needs.received, layout.tiles(mask), strict=True):
-        arrive = received * sum(dims) * size * heads[1] / LINK
-        first = 0.0 if is_hidden else arrive * sizes[0] / heads[1]
-        rest = max(compute(work, heads[0], dims), arrive - first)
-        slowest = max(slowest, LATENCY + first + rest)
-    return slowest
+    layout: Layout,
+    mask: Mask,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    size: int,
+    copies: bool = False,
+) -> Time:
+    """The first group's keys are waited for, unless local calls take as long; the others arrive
+    while a kernel runs. In the backward the last group's gradients are, too. copies: rows are not
+    sent but copied."""
+    needs, link = crossing(layout, mask), link_of(len(layout.shards), copies)
+    found = []
+    for backward in (False, True):
+        sizes, is_hidden = head_groups(needs, heads, dims, size, backward)
+        slowest = 0.0
+        for received, work in zip(needs.received, layout.tiles(mask), strict=True):
+            arrive = received * sum(dims) * size * heads[1] / link
+            first = 0.0 if is_hidden else arrive * sizes[0] / heads[1]
+            rest = max(compute(work, heads[0], dims, backward), arrive - first)
+            last = arrive * min(sizes) / heads[1] if backward else 0.0
+            slowest = max(slowest, LATENCY + first + rest + last)
+        found.append(slowest)
+    return Time(*found)
 
 
 def heads(
     layout: Layout, mask: Mask, heads: tuple[int, int], dims: tuple[int, int], size: int
-) -> float:
-    """Seconds of the slowest rank: q, k and v are waited for, then out."""
+) -> Time:
+    """q, k and v are waited for, then out; in the backward dout, then gradients."""
     ranks = len(layout.shards)
-    foreign = layout.starts[-1] * (ranks - 1) / ranks
+    foreign = layout.starts[-1] * (ranks - 1) / ranks / link_of(ranks) * size
     query = heads[0] / ranks * dims[0]
     keys = max(1.0, heads[1] / ranks) * sum(dims)
     out = heads[0] / ranks * dims[1]
-    arrive = foreign * (query + keys + out) * size / LINK
-    return 2 * LATENCY + arrive + compute(sum(layout.tiles(mask)) / ranks, heads[0], dims)
+    tiles = sum(layout.tiles(mask)) / ranks
+    arrive = 2 * LATENCY + foreign * (query + keys + out)
+    kernels = (compute(tiles, heads[0], dims, backward) for backward in (False, True))
+    return Time(*(arrive + kernel for kernel in kernels))
 
 
 def ring(
     layout: Layout, mask: Mask, heads: tuple[int, int], dims: tuple[int, int], size: int
-) -> float:
-    """Seconds of the slowest rank: its own keys first, then as many steps as there are other ranks,
-    each of which takes as long as its kernels and merge or the next keys."""
-    slowest, others = 0.0, len(layout.shards) - 1
-    received = crossing(layout, mask).received
-    for rank, (rows, work) in enumerate(zip(received, layout.tiles(mask), strict=True)):
-        arrive = rows * sum(dims) * size * heads[1] / LINK / max(1, others)
-        merge = layout.tokens(rank) * heads[0] * dims[1] * (3 * size + 12) / MEMORY
-        step = compute(work, heads[0], dims) / (others + 1)
-        slowest = max(slowest, LATENCY + step + others * max(step + merge * (rows > 0), arrive))
-    return slowest
+) -> Time:
+    """A rank's own keys come first, then as many steps as there are other ranks, each of which
+    takes as long as its kernels and merge or the next keys. In the backward sums in float32 travel,
+    after keys."""
+    others = len(layout.shards) - 1
+    received, link = crossing(layout, mask).received, link_of(others + 1)
+    found = []
+    for backward in (False, True):
+        slowest = 0.0
+        for rank, (rows, work) in enumerate(zip(received, layout.tiles(mask), strict=True)):
+            each = size + 4 * backward
+            arrive = rows * sum(dims) * each * heads[1] / link / max(1, others)
+            merge = layout.tokens(rank) * heads[0] * dims[1] * (3 * size + 12) / MEMORY
+            step = compute(work, heads[0], dims, backward) / (others + 1)
+            rest = max(step + merge * (rows > 0), arrive)
+            slowest = max(slowest, LATENCY + step + others * rest)
+        found.append(slowest)
+    return Time(*found)
+
+
+def link_of(ranks: int, copies: bool = False) -> float:
+    """Bytes/s that a rank receives."""
+    return BETWEEN_HOSTS if ranks > PER_HOST else COPY if copies else SEND
 
 
 def layout_for(lengths: Sequence[int], mask: Mask) -> tuple[str, str]:
@@ -105,12 +147,17 @@ def layout_for(lengths: Sequence[int], mask: Mask) -> tuple[str, str]:
     return "zigzag", "one document"
 
 
-def forwards(
-    layout: Layout, mask: Mask, heads_of: tuple[int, int], dims: tuple[int, int], size: int
-) -> dict[str, float]:
-    """Seconds of a forward by each strategy that can compute it."""
+def times(
+    layout: Layout,
+    mask: Mask,
+    heads_of: tuple[int, int],
+    dims: tuple[int, int],
+    size: int,
+    copies: bool = False,
+) -> dict[str, Time]:
+    """By each strategy that can compute it. copies: "gather" copies rows."""
     given = layout, mask, heads_of, dims, size
-    found = {"gather": gather(*given), "ring": ring(*given)}
+    found = {"gather": gather(*given, copies), "ring": ring(*given)}
     try:
         spread_heads(*heads_of, len(layout.shards))
     except ValueError:
@@ -130,19 +177,31 @@ def predicted(
     name, why = layout_for(lengths, mask)
     layout = LAYOUTS[name](lengths, ranks, mask)
     tiles = [mask.tiles(Piece(d, 0, length), length) for d, length in enumerate(lengths)]
-    alone = compute(sum(tiles), heads_of[0], dims)
+    alone = [compute(sum(tiles), heads_of[0], dims, backward) for backward in (False, True)]
     received = crossing(layout, mask).most_received * sum(dims) * size * heads_of[1]
     lines = [
         f"{ranks} ranks, layout {name}: {why}; balance {layout.balance(mask):.3f}",
         f"gather: a rank receives at most {received / 2**20:.1f} MiB of keys and values",
     ]
-    for strategy, wait in forwards(layout, mask, heads_of, dims, size).items():
-        share = alone / (ranks * wait) if wait else 1.0
-        words = f"{strategy}: a forward of {wait * 1e3:.3f} ms predicted"
-        lines.append(f"{words}, {share:.3f} of {ranks} times one GPU's rate")
+    if ranks > PER_HOST:
+        rate = f"{BETWEEN_HOSTS / 1e9:.0f} GB/s between hosts"
+        lines.append(f"links: {rate} assumed, not measured")
+    for strategy, time in times(layout, mask, heads_of, dims, size, ranks <= PER_HOST).items():
+        waits = time.forward, time.both
+        shares = (
+            one / (ranks * wait) if wait else 1.0
+            for one, wait in zip((alone[0], sum(alone)), waits, strict=True)
+        )
+        words = [
+            f"{what} {wait * 1e3:.3f} ms, {share:.3f} of {ranks} times one GPU's rate"
+            for what, wait, share in zip(("forward", "with backward"), waits, shares, strict=True)
+        ]
+        lines.append(f"{strategy}: predicted {'; '.join(words)}")
     return lines
 
 
-def compute(tiles: float, heads_q: int, dims: tuple[int, int]) -> float:
+def compute(tiles: float, heads_q: int, dims: tuple[int, int], backward: bool = False) -> float:
     """Seconds of a kernel that computes so many tiles of each query head."""
-    return tiles * BLOCK * BLOCK * 2 * sum(dims) * heads_q / FLOPS
+    # The backward has five products where the forward has two.
+    work = tiles * BLOCK * BLOCK * heads_q * sum(dims)
+    return work * 5 / BACKWARD_FLOPS if backward else work * 2 / FLOPS

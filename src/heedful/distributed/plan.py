@@ -250,7 +250,7 @@ def plan(
             zigzag for one document and documents for several.
         strategy: "gather" (keys and values that are seen travel), "heads" (ranks exchange tokens
             for heads), "ring" (keys of one rank at a time, least memory), "heads x ring" (both), or
-            "auto": that of the first two whose forward takes less, by `cost`.
+            "auto": that of the first two whose forward and backward take less, by `cost`.
         transport: "send", by the group's backend; "copy", for "gather" alone: GPUs of one host
             copy rows out of each other's memory, beside kernels that hold all SMs; or "auto", which
             copies where it can. The memory is the group's, and stays.
@@ -304,7 +304,8 @@ def plan(
     made = split(made, width) if width else made
     reasons = [f"layout {name}: {why}"]
     strategy = "gather" if transport == "copy" else strategy
-    chosen, why = _strategy(strategy, made, mask, heads, dims, dtype)
+    copies = transport != "send" and dist.get_backend(group) == "nccl"
+    chosen, why = _strategy(strategy, made, mask, heads, dims, dtype, copies)
     reasons.append(f"strategy {chosen}: {why}")
     peers = None
     if chosen == "gather" and transport != "send":
@@ -372,18 +373,19 @@ def _strategy(
     heads: tuple[int, int],
     dims: tuple[int, int],
     dtype: torch.dtype,
+    copies: bool,
 ) -> tuple[str, str]:
     ranks = len(layout.shards)
     if name == "heads":
         spread_heads(*heads, ranks)
     if name != "auto":
         return name, "as asked"
-    waits = cost.forwards(layout, mask, heads, dims, dtype.itemsize)
+    waits = cost.times(layout, mask, heads, dims, dtype.itemsize, copies)
     if "heads" not in waits:
         return "gather", "heads do not spread evenly over the ranks"
-    chosen = min(("gather", "heads"), key=lambda which: waits[which])
-    told = ", ".join(f"{which} {wait * 1e3:.3f} ms" for which, wait in waits.items())
-    return chosen, f"predicted time of a forward: {told}"
+    chosen = min(("gather", "heads"), key=lambda which: waits[which].both)
+    told = ", ".join(f"{which} {wait.both * 1e3:.3f} ms" for which, wait in waits.items())
+    return chosen, f"predicted time of forward and backward: {told}"
 
 
 def _digest(fact: Any) -> int:

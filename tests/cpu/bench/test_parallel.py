@@ -214,7 +214,7 @@ def test_a_row_has_times_of_both_their_efficiency_balance_and_the_plans_time(
     monkeypatch.setattr(Work, "times", lambda work, together: [0.5, 2.0, 4.0, 3.0])
     monkeypatch.setattr(parallel, "token_times", lambda made, q, out: (0.25, 0.125))
     monkeypatch.setattr(parallel, "more_memory", lambda call, made: len(call()))
-    monkeypatch.setattr(parallel, "predicted", lambda made: 0.75)
+    monkeypatch.setattr(parallel, "predicted", lambda made: (0.75, 0.5))
     case, measured = Case("a case", (2, 3), 3), parallel.Links(225e9, 352e9)
     found = list(parallel.rows(case, torch.device("cpu"), measured, ways))
     assert one.reduced.count(parallel.dist.ReduceOp.MAX) == len(ways) - 1
@@ -224,7 +224,7 @@ def test_a_row_has_times_of_both_their_efficiency_balance_and_the_plans_time(
     if rank:
         assert not found
         return
-    numbers = [1.0, 0.5, 1.0, 3.0, 2.0, 0.75, 2.0, 4.0, 0.25, 6.0, 3.0, 1.0, 0.75, 1.25, 500.0]
+    numbers = [1.0, 0.5, 1.0, 3.0, 2.0, 0.75, 2.0, 4.0, 0.25, 6.0, 3.0, 1.0, 0.75, 0.5, 1.25, 500.0]
     numbers += [0.25, 0.125, 225, 352, 5, 3]
     words = f"{'a case':34} {ways[0]:12} {'zigzag':10}"
     assert found[0].startswith(words)
@@ -280,8 +280,8 @@ def test_the_program_starts_a_process_for_each_gpu(monkeypatch):
     ((rank, (ranks, port, words)), more) = spawned[0]
     assert (rank, ranks, words, more) == (parallel._rank, 3, ["causal"], {"nprocs": 3}) and port > 0
     assert said[0] == "3 x GPU, NCCL 2.27.5"
-    names = "case way layout one fwd E one both E one fwd graph E one both grph E predicted balance"
-    names += " plan shard unshard GB/s copied MiB both"
+    names = "case way layout one fwd E one both E one fwd graph E one both grph E predicted both"
+    names += " balance plan shard unshard GB/s copied MiB both"
     assert said[1].split() == names.split()
 
 
