@@ -326,7 +326,7 @@ def _hopper_backward(
             *(*_TMA_GATES, gates.aligned_draws, gates.near_softcap),
             *(gates.lists_of_the_hopper_backward, *more),
         ),
-        **({"unrun": frozenset()} | facts),
+        **dict[str, Any]({"unrun": frozenset(), **facts}),
     )
 
 
