@@ -4,7 +4,6 @@ At run time those read from the device replace them, since a part may be partiti
 from dataclasses import replace
 
 from heedful.core.base.frozen import dataclass
-
 from heedful.core.base.settings import get
 
 KIB = 1024
