@@ -20,6 +20,7 @@ from heedful.kernels.hopper.backward.far_rows import any_far, is_far, scale_rows
 from heedful.kernels.hopper.backward.mask import list_words, range_words
 from heedful.kernels.hopper.backward.shared import SHARES, adders, word_count, words_of
 from heedful.kernels.hopper.backward.tile import (
+    is_masked,
     key_tile,
     listed_visit,
     m_block_range,
@@ -49,25 +50,30 @@ def load_numbers(ptr, io, params, tile, head, row, other):
 
 
 @gluon.jit
-def load_bounds(params, tile, head, row):
-    """The bounds of key_ranges of query rows from `row` on, two or four of each; else none."""
-    if params.mask.blocks.SIDE:
-        return ()
-    elif params.mask.RANGES:
-        ranges = params.mask.ranges
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        base = ranges.ptr + tile.batch.to(gl.int64) * ranges.stride_b
-        base += head.to(gl.int64) * ranges.stride_h
-        rows_M = row + gl.arange(0, params.tile.BLOCK_M, layout=layout)
-        at_M = base + (tile.seq.token_q + rows_M).to(gl.int64) * ranges.stride_m
-        exists_M = rows_M < tile.seq.len_q
-        bounds = gl.load(at_M, mask=exists_M, other=0), gl.load(at_M + 1, mask=exists_M, other=0)
-        if params.mask.RANGES == 2:
-            second = gl.load(at_M + 2, mask=exists_M, other=0)
-            bounds = bounds + (second, gl.load(at_M + 3, mask=exists_M, other=0))
-        return bounds
+def needs_words(params, blocks, row, is_first):
+    """Whether consumers read the words of a visit's rows: if it needs a mask or is its work tile's
+    first, or if they mask every visit."""
+    if params.tile.DQ_REGS is None:
+        return gl.to_tensor(True)
     else:
-        return ()
+        return is_masked(blocks, row // params.tile.BLOCK_M) | is_first
+
+
+@gluon.jit
+def load_bounds(params, tile, head, row):
+    """The bounds of key_ranges of query rows from `row` on, two or four of each."""
+    ranges = params.mask.ranges
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    base = ranges.ptr + tile.batch.to(gl.int64) * ranges.stride_b
+    base += head.to(gl.int64) * ranges.stride_h
+    rows_M = row + gl.arange(0, params.tile.BLOCK_M, layout=layout)
+    at_M = base + (tile.seq.token_q + rows_M).to(gl.int64) * ranges.stride_m
+    exists_M = rows_M < tile.seq.len_q
+    bounds = gl.load(at_M, mask=exists_M, other=0), gl.load(at_M + 1, mask=exists_M, other=0)
+    if params.mask.RANGES == 2:
+        second = gl.load(at_M + 2, mask=exists_M, other=0)
+        bounds = bounds + (second, gl.load(at_M + 3, mask=exists_M, other=0))
+    return bounds
 
 
 @gluon.jit
@@ -88,27 +94,36 @@ def store_bits(shared, params, tile, blocks, visit, first, row, state):
 
 
 @gluon.jit
-def store_words(shared, bounds, params, tile, blocks, visit, first, row, state):
-    """Stores the words of query rows beside their tile, once its stage is empty."""
-    if params.mask.blocks.SIDE:
-        store_bits(shared, params, tile, blocks, visit, first, row, state)
-    elif params.mask.RANGES:
-        barrier.wait(shared.q.empty.index(state.index), state.phase ^ 1)
+def store_range_words(shared, params, tile, blocks, visit, first, head, row, state):
+    """`store_words` by key_ranges, if consumers read them."""
+    if needs_words(params, blocks, row, visit == first):
+        # ptxas: loaded with the numbers of rows, a visit ahead, bounds would spill here.
+        bounds = load_bounds(params, tile, head, row)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         rows_M = row + gl.arange(0, params.tile.BLOCK_M, layout=layout)
         words_M = range_words(bounds, rows_M, params, tile).to(gl.float32, bitcast=True)
+        barrier.wait(shared.q.empty.index(state.index), state.phase ^ 1)
         words_of(shared, params, state.index, 0).store(words_M)
 
 
 @gluon.jit
+def store_words(shared, params, tile, blocks, visit, first, head, row, state):
+    """Stores the words of query rows beside their tile, once its stage is empty."""
+    if params.mask.blocks.SIDE:
+        store_bits(shared, params, tile, blocks, visit, first, row, state)
+    elif params.mask.RANGES:
+        store_range_words(shared, params, tile, blocks, visit, first, head, row, state)
+
+
+@gluon.jit
 def queries_of(io, params, tile, blocks, visit):
-    """(query head, first row, lse_log2, delta, bounds) of a visit; the loads of the last three are
-    under way. Rows past the last one have no probabilities."""
+    """(query head, first row, lse_log2, delta) of a visit; the loads of the last two are under way.
+    Rows past the last one have no probabilities."""
     head, block = query_tile(params, tile, blocks, visit)
     row = block * params.tile.BLOCK_M
     lse_M = load_numbers(io.lse_log2.ptr, io, params, tile, head, row, float("inf"))
     delta_M = load_numbers(io.delta, io, params, tile, head, row, 0.0)
-    return head, row, lse_M, delta_M, load_bounds(params, tile, head, row)
+    return head, row, lse_M, delta_M
 
 
 @gluon.jit
@@ -167,7 +182,7 @@ def load_dout(io, shared, params, tile, blocks, numbers, following, state, far_p
     next phase of the barrier at which this warp waits for cotangents that it scales."""
     PACKED: gl.constexpr = params.seqs.cu_q is not None
     desc = io.dout
-    head, row, lse_M, delta_M, _bounds = numbers
+    head, row, lse_M, delta_M = numbers
     ring, factors = shared.do, shared.delta.index(state.stages)
     is_far_tile = any_far(lse_M)
     full = ring.producer_acquire(state, state)
@@ -213,7 +228,7 @@ def load_tile(io, shared, params, tile, blocks, first, end, states, kv_count):
     q_state, do_state, far_phase = states
     numbers = queries_of(io, params, tile, blocks, first)
     for visit in range(first, end):
-        head, row, lse_M, _delta_M, bounds = numbers
+        head, row, lse_M, _delta_M = numbers
         if visit == first:
             if K_AHEAD:
                 load_k(io, shared, params, tile, kv_count)
@@ -221,7 +236,7 @@ def load_tile(io, shared, params, tile, blocks, first, end, states, kv_count):
                 load_v(io, shared, params, tile, kv_count)
         if TELLS_PLACES:
             tell_place(shared, params, tile, head, row, q_state)
-        store_words(shared, bounds, params, tile, blocks, visit, first, row, q_state)
+        store_words(shared, params, tile, blocks, visit, first, head, row, q_state)
         load_rows(io.q, shared.q, shared.lse, lse_M, params, tile, head, row, q_state)
         if visit == first:
             if K_AHEAD:
