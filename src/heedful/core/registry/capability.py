@@ -415,7 +415,6 @@ VARIANTS: tuple[Variant, ...] = (
         triton=(3, 6),
         gates=(*_HOPPER_GATES, *gates.OF_THE_HOPPER_FORWARD),
         varies=None,
-        unrun=frozenset({"max_scores"}),
     ),
     _on_hopper(
         "hopper",
@@ -503,7 +502,6 @@ VARIANTS: tuple[Variant, ...] = (
         ),
         configs=("portable.forward", "portable.scores"),
         program="heedful.launch.bind.portable",
-        unrun=frozenset({"max_scores"}),
     ),
     _hopper_backward("backward", {*_TAKEN, "deterministic"}, 128, gates.equal_head_dims),
     # Consumers add to dQ themselves, and take no turns. Words of a block mask have no room.

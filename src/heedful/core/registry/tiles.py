@@ -263,9 +263,7 @@ class HopperForwardConfig(HopperConfig):
         # where scores do not grow from tile to tile, as they do under ALiBi up to the diagonal.
         drops = (1.0 - problem.dropout_p) * 2.0**32 < 2.0**32
         rescale = self.rescale
-        # With a maximum, tiles that need a mask are computed again, too.
-        by_data = problem.max_scores and (problem.key_ranges or problem.block_mask)
-        has_more = problem.bias or problem.rel_bias or problem.alibi or by_data
+        has_more = problem.bias or problem.rel_bias or problem.alibi
         if rescale == "speculative" and (has_more or drops or tail_d):
             rescale = "threshold"
         if triton is not None and triton < _INLINE_ASM:

@@ -130,12 +130,9 @@ def store_lse(lse, lse_M, tile, row, split, params, UNUSED: gl.constexpr):
 
 
 @gluon.jit
-def store_max_scores(peaks_ML, scale_log2, acc, tile, row, params):
-    """Stores the largest score of each row of one consumer, in natural units. peaks_ML: by lanes,
-    raw or natural."""
-    peaks_M = gl.convert_layout(gl.max(peaks_ML, 1), gl.SliceLayout(1, acc[0].type.layout))
-    if params.mods.unit is None:
-        peaks_M = peaks_M * (scale_log2 * LN2)
+def store_max_scores(peaks_M, acc, tile, row, params):
+    """Stores the largest score of each row of one consumer, in natural units."""
+    peaks_M = gl.convert_layout(peaks_M, gl.SliceLayout(1, acc[0].type.layout))
     store_lse(params.split.max_scores, peaks_M, tile, row, gl.to_tensor(0), params, float("-inf"))
 
 

@@ -37,6 +37,8 @@ from heedful.kernels.hopper.sm90.softmax import (
     lane_peaks,
     lane_sums,
     peaks,
+    raised,
+    scale_rows,
     shift_of,
     softmax_exact,
     softmax_threshold,
@@ -149,6 +151,28 @@ def softmax_of_tile(s_MN, m_M, l_ML, peaks_ML, scale_log2, params, dtype: gl.con
 
 
 @gluon.jit
+def first_largest(s_MN, p_MN, l_ML, SPECULATIVE: gl.constexpr):
+    """The number by which a lane tells the largest score that it holds of each row: that score, or,
+    where rows keep old references, its probability, which takes half as many instructions."""
+    if SPECULATIVE:
+        return raised(p_MN, gl.full(l_ML.shape, 0.0, gl.float32, l_ML.type.layout))
+    else:
+        return lane_peaks(s_MN)
+
+
+@gluon.jit
+def store_largest(largest_ML, m_M, scale_log2, acc, tile, row, params):
+    """Stores the largest score of each row, told as in `first_largest`."""
+    largest_M = gl.convert_layout(gl.max(largest_ML, 1), m_M.type.layout)
+    if params.tile.RESCALE == "speculative":
+        # A row without keys has no reference, and 0.
+        largest_M = (m_M + gl.log2(largest_M)) * LN2
+    elif params.mods.unit is None:
+        largest_M = largest_M * (scale_log2 * LN2)
+    store_max_scores(largest_M, acc, tile, row, params)
+
+
+@gluon.jit
 def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSUMER: gl.constexpr):
     """Streams the keys of `blocks` (at least one) past one consumer's rows.
 
@@ -163,22 +187,22 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSU
     SPECULATIVE: gl.constexpr = params.tile.RESCALE == "speculative"
     MASKS_SCORES: gl.constexpr = MASKED and not SPECULATIVE
     HEAD: gl.constexpr = headroom(dtype) if SPECULATIVE else 0.0
-    KEEPS_PEAKS: gl.constexpr = params.split.max_scores is not None
+    KEEPS_LARGEST: gl.constexpr = params.split.max_scores is not None
     acc = no_output(kv.v, params)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     scale_log2, _, _ = factors
     s_MN, bias_MN, j = first_scores(
         q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSUMER
     )
-    if KEEPS_PEAKS:
-        peaks_ML, peaks_before_ML = lane_peaks(s_MN), lane_peaks(s_MN)
     m_M = peaks(s_MN, scale_log2, IS_NATURAL) + HEAD
     p_MN = exponentials(s_MN, shift_of(m_M), scale_log2, IS_NATURAL)
     l_ML = lane_sums(p_MN)
+    if KEEPS_LARGEST:
+        largest_ML = first_largest(s_MN, p_MN, l_ML, SPECULATIVE)
+        largest_before_ML = largest_ML
     p_MN = drop(p_MN, params.dropout, tile, row, j * params.tile.BLOCK_N)
     p_MJ = to_pairs(p_MN, dtype)
-    kv_before = kv_state
-    kv_state = kv_state.after_keys()
+    kv_before, kv_state = kv_state, kv_state.after_keys()
     steps = n_block_count(params, blocks)
     kv.consumer_wait(kv_state, steps > 1)
     before_ML = l_ML
@@ -203,22 +227,23 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSU
             s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j, factors)
             if MASKS_SCORES:
                 s_MN = apply_mask_if_needed(s_MN, blocks, params, tile, row, j)
-            tile_ML = lane_peaks(s_MN) if KEEPS_PEAKS else None
-            if KEEPS_PEAKS:
-                peaks_before_ML, peaks_ML = peaks_ML, gl.maximum(peaks_ML, tile_ML)
             if SPECULATIVE:
                 p_MN = exponentials(s_MN, m_M, scale_log2)
                 sums_ML = lane_sums(p_MN)
                 before_ML = l_ML
                 l_ML = l_ML + sums_ML
+                if KEEPS_LARGEST:
+                    largest_before_ML, largest_ML = largest_ML, raised(p_MN, largest_ML)
                 must_rescale = vote_above(sums_ML, sum_limit(dtype))
             else:
+                tile_ML = lane_peaks(s_MN) if KEEPS_LARGEST else None
+                if KEEPS_LARGEST:
+                    largest_ML = gl.maximum(largest_ML, tile_ML)
                 p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_of_tile(
                     s_MN, m_M, l_ML, tile_ML, scale_log2, params, dtype
                 )
                 p_MN = drop(p_MN, params.dropout, tile, row, j * params.tile.BLOCK_N)
-            kv_before = kv_state
-            kv_state = kv_state.next()
+            kv_before, kv_state = kv_state, kv_state.next()
             # ptxas: the wait's loop ends a basic block. Otherwise the wait is hoisted over
             # exponentials.
             kv.consumer_wait(kv_state, step + 1 < steps)
@@ -237,34 +262,32 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSU
         if SPECULATIVE:
             if MASKED:  # noqa: SIM102  (known when compiling, and `and` is not)
                 if needs_mask(blocks, j):
-                    if KEEPS_PEAKS:
-                        # Its scores were not masked, and are no longer there.
-                        must_rescale = gl.to_tensor(1)
-                    else:
-                        p_MN = apply_mask(p_MN, blocks, params, tile, row, j, 0.0)
-                        sums_ML = lane_sums(p_MN)
-                        l_ML = before_ML + sums_ML
-                        must_rescale = vote_above(sums_ML, sum_limit(dtype))
-                        p_MJ = to_pairs(p_MN, dtype)
+                    p_MN = apply_mask(p_MN, blocks, params, tile, row, j, 0.0)
+                    sums_ML = lane_sums(p_MN)
+                    l_ML = before_ML + sums_ML
+                    if KEEPS_LARGEST:
+                        largest_ML = raised(p_MN, largest_before_ML)
+                    must_rescale = vote_above(sums_ML, sum_limit(dtype))
+                    p_MJ = to_pairs(p_MN, dtype)
             if must_rescale != 0:
                 s_MN = score_again(
                     q, kv, q_state, kv_before, bias_MN, blocks, params, tile, row, j, factors
                 )
-                if KEEPS_PEAKS:
-                    peaks_ML = gl.maximum(peaks_before_ML, lane_peaks(s_MN))
                 top_M = gl.max(s_MN, 1) * scale_log2 + HEAD
                 p_MN, m_M, before_ML, alpha_M = rescale_from_scores(
                     s_MN, top_M, m_M, before_ML, scale_log2, MASKED
                 )
                 l_ML = before_ML + lane_sums(p_MN)
+                if KEEPS_LARGEST:
+                    largest_ML = raised(p_MN, scale_rows(largest_before_ML, alpha_M))
                 p_MJ, acc = to_pairs(p_MN, dtype), scale_output(acc, alpha_M)
     kv.consumer_wait_v(kv_state)
     p_dot_MN = from_pairs(p_MJ, dtype, p_layout)
     # O += P V
     acc = finish_output(queue_output(p_dot_MN, kv.v, kv_state.values(), acc))
     kv.consumer_release_kept_k(kv_before)
-    if KEEPS_PEAKS:
-        store_max_scores(peaks_ML, scale_log2, acc, tile, row, params)
+    if KEEPS_LARGEST:
+        store_largest(largest_ML, m_M, scale_log2, acc, tile, row, params)
     if not params.tile.OUT_IN_Q:
         q.consumer_release_after_mma(q_state)
     kv.consumer_release_last_v(kv_state)

@@ -180,6 +180,36 @@ def vote_at_bounds(s_MN, bound_M):
     return inline_asm(_vote_at_bounds, kinds, bits, gl.int32, is_pure=True)
 
 
+@gluon.constexpr_function
+def _raised(outputs, inputs):
+    """Assembly: of two rows the largest of what a lane holds and of a number, as integers. Values
+    lie as in `_vote_at_bounds`."""
+    (values, before), lines = inputs, ["{ .reg .b32 m<2>, n<2>;"]
+    lines += [
+        f"mov.b32 m{row}, {before[row]}; mov.b32 n{row}, {values[2 * row]};" for row in (0, 1)
+    ]
+    # ptxas: of two in a row it makes a maximum of three.
+    rest = [(i // 2 % 2, value) for i, value in enumerate(values) if i not in (0, 2)]
+    for row in range(2):
+        mine = [value for of, value in rest if of == row]
+        pairs = [mine[i : i + 2] for i in range(0, len(mine), 2)]
+        for place, pair in enumerate(pairs):
+            chain = f"{'mn'[place % 2]}{row}"
+            lines += [f"max.s32 {chain}, {chain}, {value};" for value in pair]
+    lines += [f"max.s32 {outputs[0][row]}, m{row}, n{row};" for row in (0, 1)]
+    return " ".join(lines) + " }"
+
+
+@gluon.jit
+def raised(p_MN, tops_ML):
+    """The largest probability that a lane holds of each row, at least `tops_ML`: (M, 4), as
+    `lane_sums`. None is negative, so that integers have their order."""
+    bits = [p_MN.to(gl.int32, bitcast=True), tops_ML.to(gl.int32, bitcast=True)]
+    kinds: gl.constexpr = ("=&r", "r", "r")
+    found_ML = inline_asm(_raised, kinds, bits, bits[1].type, is_pure=True)
+    return found_ML.to(gl.float32, bitcast=True)
+
+
 @gluon.jit
 def bounds_of(m_M, scale_log2, LIMIT: gl.constexpr, IS_NATURAL: gl.constexpr, IS_SIGNED):
     """Scores, in their own unit, that exceed their row's reference by about LIMIT, or a little
