@@ -42,7 +42,10 @@ def test_consumers_have_the_sizes_that_the_producer_found(lengths):
         order=order,
         gqa=SimpleNamespace(group=Int(2)),
         mask=SimpleNamespace(
-            shift=Int(0), bottom_right=Int(1), offsets=1 if lengths == "offsets" else None
+            shift=Int(0),
+            bottom_right=Int(1),
+            offsets=1 if lengths == "offsets" else None,
+            RANGES=0,
         ),
     )
     seq = dict(zip(SIZES, map(Int, (0, 64, 500, 436, 64)), strict=True))

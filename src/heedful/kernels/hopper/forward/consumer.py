@@ -24,6 +24,7 @@ from heedful.kernels.hopper.sm90.pipeline import PipelineState
 from heedful.kernels.hopper.sm90.sequences import query_position
 from heedful.kernels.hopper.sm90.tile_scheduler import (
     SCHEDULER_STAGES,
+    current_hulls,
     current_work_tile,
     next_work_tile,
 )
@@ -53,6 +54,7 @@ def consumer(outputs, q, kv, scheduler, params: HopperParams, CONSUMER: gl.const
     if PREFETCHES:
         tile, split = current_work_tile(params, scheduler, index, scheduler_state)
     while index < scheduler.count:
+        hulls = current_hulls(params, scheduler, scheduler_state, CONSUMER)
         if not PREFETCHES:
             tile, split = current_work_tile(params, scheduler, index, scheduler_state)
         if IN_TURN:
@@ -61,8 +63,8 @@ def consumer(outputs, q, kv, scheduler, params: HopperParams, CONSUMER: gl.const
         else:
             turn = None
         row = tile.row + CONSUMER * ROWS
-        program_blocks = program_n_block_range(params, tile, split)
-        blocks = consumer_n_block_range(params, tile, row, program_blocks)
+        program_blocks = program_n_block_range(params, tile, split, hulls)
+        blocks = consumer_n_block_range(params, tile, row, program_blocks, hulls)
         place = q_state.index if params.tile.OUT_IN_Q else gl.to_tensor(CONSUMER)
         v_factor = value_factor(params, tile) if IS_FP8 or CONVERTS else gl.to_tensor(1.0)
         if IS_FP8:

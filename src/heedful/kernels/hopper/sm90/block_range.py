@@ -105,6 +105,10 @@ def hull_of_rows(params, tile, row, rows: gl.constexpr):
     full_begin = gl.cdiv(hulls.full_begin, N)
     full_end = hulls.full_end // N
     if params.mask.RANGES == 1:
+        # Without a key that all rows see, both bounds hide keys of any tile.
+        has_full = hulls.full_begin < hulls.full_end
+        full_begin = gl.where(has_full, full_begin, end)
+        full_end = gl.where(has_full, full_end, begin)
         return NBlockRange(begin, full_begin, full_end, end)
     else:
         later_end = gl.maximum(gl.cdiv(hulls.later_end, N), end)
@@ -118,6 +122,36 @@ def hull_of_rows(params, tile, row, rows: gl.constexpr):
         full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
         full_end = gl.minimum(gl.maximum(full_end, full_begin), end)
         return NBlockRange(begin, full_begin, full_end, end, first_end, gl.to_tensor(0), visits)
+
+
+@gluon.constexpr_function
+def hull_words(RANGES, CONSUMERS):
+    """The numbers of `words_of_runs`: only two runs of keys have so many that consumers would wait
+    for them."""
+    return 6 + 2 * CONSUMERS if RANGES == 2 else 0
+
+
+@gluon.jit
+def words_of_runs(params, tile):
+    """Two runs of keys that the rows of a work tile see, as numbers that the producer passes on:
+    those of the program, and of each consumer the tiles that its rows see whole."""
+    CONSUMERS: gl.constexpr = params.tile.CONSUMERS
+    blocks = hull_of_rows(params, tile, tile.row, CONSUMERS * ROWS)
+    words = (blocks.begin, blocks.full_begin, blocks.full_end, blocks.end)
+    words = words + (blocks.first_end, blocks.visits)
+    for i in gl.static_range(CONSUMERS):
+        mine = hull_of_rows(params, tile, tile.row + i * ROWS, ROWS)
+        words = words + (mine.full_begin, mine.full_end)
+    return words
+
+
+@gluon.jit
+def runs_in_words(program, mine):
+    """(the `NBlockRange` of a program, one with the whole tiles of a consumer) in such numbers."""
+    begin, full_begin, full_end, end, first_end, visits = program
+    none = gl.to_tensor(0)
+    blocks = NBlockRange(begin, full_begin, full_end, end, first_end, none, visits)
+    return blocks, NBlockRange(none, mine[0], mine[1], none)
 
 
 @gluon.jit
@@ -241,11 +275,14 @@ def turn_of(params, tile, number):
 
 
 @gluon.jit
-def program_n_block_range(params, tile, split):
-    """The key tiles that all consumers of a program visit together."""
+def program_n_block_range(params, tile, split, hulls=()):
+    """The key tiles that all consumers of a program visit together. hulls: of `current_hulls`."""
     ROWS_OF_ALL: gl.constexpr = params.tile.CONSUMERS * ROWS // params.gqa.PACK_GQA
     place = query_position(params, tile.row)
-    blocks = n_block_range(params, tile, place, ROWS_OF_ALL)
+    if len(hulls) > 0:
+        blocks = hulls[0]
+    else:
+        blocks = n_block_range(params, tile, place, ROWS_OF_ALL)
     visits = n_block_count(params, blocks)
     first_end = blocks.first_end
     if params.mask.first is not None:
@@ -278,16 +315,40 @@ def program_n_block_range(params, tile, split):
 
 
 @gluon.jit
-def consumer_n_block_range(params, tile, row, program_blocks):
-    """Those key tiles of a program that the rows of one consumer, from `row` on, see."""
-    if program_blocks.visits is not None:
-        # The rows see two runs of keys, with others between. Two ranges for each consumer would
-        # take too many registers.
-        return program_blocks
+def with_whole_tiles(blocks, mine):
+    """The range of a program whose rows see two runs of keys, with those key tiles of the first run
+    that the rows of one consumer see whole, by its own range. It visits all of the program's: two
+    ranges for each consumer would take too many registers."""
+    full_begin = gl.minimum(gl.maximum(mine.full_begin, blocks.begin), blocks.end)
+    full_end = gl.minimum(gl.maximum(mine.full_end, full_begin), blocks.end)
+    # Without one, both bounds of rows hide keys of any tile.
+    has_full = full_begin < full_end
+    full_begin = gl.where(has_full, full_begin, blocks.end)
+    full_end = gl.where(has_full, full_end, blocks.begin)
+    return NBlockRange(
+        blocks.begin,
+        full_begin,
+        full_end,
+        blocks.end,
+        blocks.first_end,
+        blocks.skipped,
+        blocks.visits,
+    )
+
+
+@gluon.jit
+def consumer_n_block_range(params, tile, row, program_blocks, hulls=()):
+    """Those key tiles of a program that the rows of one consumer, from `row` on, see. hulls: of
+    `current_hulls`."""
+    if len(hulls) > 0:
+        blocks = hulls[1]
     else:
         blocks = n_block_range(
             params, tile, query_position(params, row), ROWS // params.gqa.PACK_GQA
         )
+    if program_blocks.visits is not None:
+        return with_whole_tiles(program_blocks, blocks)
+    else:
         if params.split.splits is not None or params.split.held is not None:
             end = gl.maximum(gl.minimum(blocks.end, program_blocks.end), program_blocks.begin)
             begin = gl.minimum(gl.maximum(blocks.begin, program_blocks.begin), end)

@@ -105,36 +105,74 @@ def mask_outside_both(s_MN, start_M, stop_M, start2_M, stop2_M, FILL: gl.constex
 
 
 @gluon.jit
-def range_bounds(at_M, exists_M, least_M, stop_M, col):
-    """(first key to show, first key to mask) of the ranges at these addresses, counted from `col`
-    on. least_M, stop_M: bounds on both, counted so."""
+def ranges_at(params, tile, rows):
+    """Where the ranges of these rows of a work tile lie."""
+    base = params.mask.ranges.ptr + tile.batch.to(gl.int64) * params.mask.ranges.stride_b
+    base += tile.head.to(gl.int64) * params.mask.ranges.stride_h
+    base += tile.seq.token_q.to(gl.int64) * params.mask.ranges.stride_m
+    return base + rows * params.mask.ranges.stride_m
+
+
+@gluon.jit
+def range_start(at_M, exists_M, least_M, col):
+    """The first key to show of the ranges at these addresses, counted from `col` on. least_M: a
+    bound on it, counted so."""
     start_M = gl.maximum(gl.load(at_M, mask=exists_M, other=0), 0) - col
+    return gl.maximum(start_M, least_M)
+
+
+@gluon.jit
+def range_stop(at_M, exists_M, stop_M, col):
+    """As `range_start`, the first key to mask."""
     end_M = gl.maximum(gl.load(at_M + 1, mask=exists_M, other=0), 0) - col
-    return gl.maximum(start_M, least_M), gl.minimum(end_M, stop_M)
+    return gl.minimum(end_M, stop_M)
+
+
+@gluon.jit
+def mask_one_range(
+    s_MN, keys, at_M, exists_M, least_M, stop_M, j, col, FILL: gl.constexpr = float("-inf")
+):
+    """Scores of key tile j, from key `col` on, with keys outside of the ranges at these addresses
+    set to FILL. A tile that one bound crosses is rarely crossed by the other."""
+    if j >= keys.full_end:
+        stop_M = range_stop(at_M, exists_M, stop_M, col)
+        s_MN = mask_outside(s_MN, None, stop_M, FILL)
+    if j < keys.full_begin:
+        start_M = range_start(at_M, exists_M, least_M, col)
+        s_MN = mask_outside(s_MN, start_M, None, FILL)
+    return s_MN
 
 
 @gluon.jit
 def mask_ranges(
-    s_MN, diagonal_M, stop_M, params, tile, row, col, FILL: gl.constexpr = float("-inf")
+    s_MN, keys, diagonal_M, stop_M, params, tile, row, j, FILL: gl.constexpr = float("-inf")
 ):
-    """Scores with keys outside of the rows' key_ranges, and of the window, set to FILL. stop_M:
-    the first key to mask by position, counted from `col` on, as diagonal_M is."""
+    """Scores of key tile j with keys outside of the rows' key_ranges, and of the window, set to
+    FILL. stop_M: the first key to mask by position, counted from the tile's first on, as diagonal_M
+    is."""
+    col = j * params.tile.BLOCK_N
     M: gl.constexpr = s_MN.shape[0]
     rows_M = row + gl.arange(0, M, layout=gl.SliceLayout(1, s_MN.type.layout))
     exists_M = rows_M < tile.seq.len_q
-    base = params.mask.ranges.ptr + tile.batch.to(gl.int64) * params.mask.ranges.stride_b
-    base += tile.head.to(gl.int64) * params.mask.ranges.stride_h
-    base += tile.seq.token_q.to(gl.int64) * params.mask.ranges.stride_m
-    at_M = base + rows_M * params.mask.ranges.stride_m
+    at_M = ranges_at(params, tile, rows_M)
     least_M = gl.full([M], 0, gl.int32, gl.SliceLayout(1, s_MN.type.layout))
     if params.mask.HAS_LEFT:
         least_M = diagonal_M - params.mask.left
-    start_M, end_M = range_bounds(at_M, exists_M, least_M, stop_M, col)
     if params.mask.RANGES == 1:
-        return mask_outside(s_MN, start_M, end_M, FILL)
+        return mask_one_range(s_MN, keys, at_M, exists_M, least_M, stop_M, j, col, FILL)
     else:
-        start2_M, end2_M = range_bounds(at_M + 2, exists_M, least_M, stop_M, col)
-        return mask_outside_both(s_MN, start_M, end_M, start2_M, end2_M, FILL)
+        start_M = range_start(at_M, exists_M, least_M, col)
+        start2_M = range_start(at_M + 2, exists_M, least_M, col)
+        if (keys.first_end <= keys.begin) & (j >= keys.begin):
+            # A tile of the later run: of a row's two ranges only the one that begins later shows
+            # keys of it.
+            at_M += gl.where(start2_M >= start_M, 2, 0)
+            s_MN = mask_one_range(s_MN, keys, at_M, exists_M, least_M, stop_M, j, col, FILL)
+        else:
+            end_M = range_stop(at_M, exists_M, stop_M, col)
+            end2_M = range_stop(at_M + 2, exists_M, stop_M, col)
+            s_MN = mask_outside_both(s_MN, start_M, end_M, start2_M, end2_M, FILL)
+        return s_MN
 
 
 @gluon.constexpr_function
@@ -232,7 +270,7 @@ def mask_by_position(s_MN, keys, params, tile, row, j, FILL: gl.constexpr):
     if params.mask.HAS_RIGHT:
         stop_M = gl.minimum(stop_M, diagonal_M + (params.mask.right + 1))
     if params.mask.RANGES:
-        return mask_ranges(s_MN, diagonal_M, stop_M, params, tile, row, col, FILL)
+        return mask_ranges(s_MN, keys, diagonal_M, stop_M, params, tile, row, j, FILL)
     elif not params.mask.HAS_LEFT:
         return mask_outside(s_MN, None, stop_M, FILL)
     elif params.tile.V_TRANSPOSED:

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from heedful.kernels.common.sequences import Seqlens, diagonal_offset
+from heedful.kernels.hopper.sm90.block_range import hull_words, runs_in_words, words_of_runs
 from heedful.kernels.hopper.sm90.compat import aggregate
 from heedful.kernels.hopper.sm90.mma import ROWS
 from heedful.kernels.hopper.sm90.sequences import WorkTile, sequence, trim
@@ -91,6 +92,7 @@ class TileScheduler:
     ring: gl.shared_memory_descriptor | gl.constexpr = None
     full: gl.shared_memory_descriptor | gl.constexpr = None
     empty: gl.shared_memory_descriptor | gl.constexpr = None
+    WORDS: gl.constexpr = WORK_TILE_WORDS
 
     @gluon.jit
     def of(params, readers: gl.constexpr):
@@ -106,12 +108,17 @@ class TileScheduler:
             return TileScheduler(tiles, count)
         else:
             counter = params.order.tile_counter
-            return TileScheduler.dynamic(tiles, count, counter, readers)
+            WORDS: gl.constexpr = WORK_TILE_WORDS + hull_words(
+                params.mask.RANGES, params.tile.CONSUMERS
+            )
+            return TileScheduler.dynamic(tiles, count, counter, readers, WORDS)
 
     @gluon.jit
-    def dynamic(tiles, count, tile_counter, consumers: gl.constexpr):
+    def dynamic(
+        tiles, count, tile_counter, consumers: gl.constexpr, WORDS: gl.constexpr = WORK_TILE_WORDS
+    ):
         layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-        ring = gl.allocate_shared_memory(gl.int32, [SCHEDULER_STAGES * WORK_TILE_WORDS, 1], layout)
+        ring = gl.allocate_shared_memory(gl.int32, [SCHEDULER_STAGES * WORDS, 1], layout)
         full = gl.allocate_shared_memory(gl.int64, [SCHEDULER_STAGES, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(
             gl.int64, [SCHEDULER_STAGES, 1], mbarrier.MBarrierLayout()
@@ -119,7 +126,7 @@ class TileScheduler:
         for stage in gl.static_range(SCHEDULER_STAGES):
             mbarrier.init(full.index(stage), count=1)
             mbarrier.init(empty.index(stage), count=consumers)
-        return TileScheduler(tiles, count, tile_counter, ring, full, empty)
+        return TileScheduler(tiles, count, tile_counter, ring, full, empty, WORDS)
 
     @gluon.jit
     def advance(self, index):
@@ -140,15 +147,18 @@ class TileScheduler:
             return gl.atomic_add(self.tile_counter, 1, sem="relaxed")
 
     @gluon.jit
-    def producer_commit(self, words, state):
+    def producer_commit(self, words, state, hulls=()):
         """Commits words for the consumers: a work tile's number and more, or the end's number
-        alone."""
+        alone. hulls: those of `words_of_runs`."""
         if self.tile_counter is not None:
             mbarrier.wait(self.empty.index(state.index), state.phase ^ 1)
             layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
             for i in gl.static_range(len(words)):
                 word = gl.full([1], words[i], gl.int32, layout)
-                self.ring.index(state.index * WORK_TILE_WORDS + i).store(word)
+                self.ring.index(state.index * self.WORDS + i).store(word)
+            for i in gl.static_range(len(hulls)):
+                word = gl.full([1], hulls[i], gl.int32, layout)
+                self.ring.index(state.index * self.WORDS + (WORK_TILE_WORDS + i)).store(word)
             mbarrier.arrive(self.full.index(state.index), count=1)
 
     @gluon.jit
@@ -166,7 +176,7 @@ class TileScheduler:
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         words = ()
         for i in gl.static_range(FIRST, END):
-            word = self.ring.index(state.index * WORK_TILE_WORDS + i).load(layout)
+            word = self.ring.index(state.index * self.WORDS + i).load(layout)
             words = words + (gl.sum(word, 0),)
         return words
 
@@ -207,12 +217,28 @@ def have_one_size(varlen_tiles, seqs, offsets):
 def commit_work_tile(params, scheduler, index, tile, split, state):
     """Commits the facts of work tile `index` that `current_work_tile` needs, without sizes that all
     sequences have."""
-    if have_one_size(params.order.varlen_tiles, params.seqs, params.mask.offsets):
-        scheduler.producer_commit((index, split, tile.batch, tile.head, tile.row), state)
-    else:
+    words = (index, split, tile.batch, tile.head, tile.row)
+    if not have_one_size(params.order.varlen_tiles, params.seqs, params.mask.offsets):
         seq = tile.seq
-        sizes = (seq.token_q, seq.len_q, seq.len_k, seq.off, seq.stored_q)
-        scheduler.producer_commit((index, split, tile.batch, tile.head, tile.row) + sizes, state)
+        words = words + (seq.token_q, seq.len_q, seq.len_k, seq.off, seq.stored_q)
+    if params.mask.RANGES == 2 and scheduler.tile_counter is not None:
+        scheduler.producer_commit(words, state, words_of_runs(params, tile))
+    else:
+        scheduler.producer_commit(words, state)
+
+
+@gluon.jit
+def current_hulls(params, scheduler, state, CONSUMER: gl.constexpr):
+    """(the `NBlockRange` of the program, one with the whole tiles of this consumer) of the current
+    work tile, if the producer committed them. To be called before `current_work_tile`, which lets
+    the producer go on."""
+    if params.mask.RANGES == 2 and scheduler.tile_counter is not None:
+        PROGRAM: gl.constexpr = WORK_TILE_WORDS + hull_words(2, 0)
+        MINE: gl.constexpr = WORK_TILE_WORDS + hull_words(2, CONSUMER)
+        program = scheduler.words(WORK_TILE_WORDS, PROGRAM, state)
+        return runs_in_words(program, scheduler.words(MINE, MINE + 2, state))
+    else:
+        return ()
 
 
 @gluon.jit
