@@ -1,9 +1,11 @@
-"""python tools/time_masks.py [--heads 16] [--dims 128,64] [--rounds 12] [--only documents] [--flex]
+"""python tools/time_masks.py [--heads 16] [--dims 128,64] [--rounds 12] [--only documents,left]
 
 Times masks by key_ranges beside the calls that they may replace, forward and backward, in one
 process, one call of each in turn; and what a new mask costs on the device. --lists: block masks
 instead, of which some results are first compared with float32. It prints tables of
-measurements/hopper-forward.md and hopper-backward.md. --warm: runs every call once, to compile it.
+measurements/hopper-forward.md and hopper-backward.md. --only: masks whose names have one of these
+words. --directions: of forward,backward. --flex: FlexAttention beside them. --warm: runs every call
+once, to compile it.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from heedful import BlockMask, masks
 from heedful.torch import flash_attn_func, flash_attn_varlen_func
 
 Call = Callable[..., Any]
+Calls = dict[str, Any]
 
 
 def lengths(total: int, middle: float = 2000.0, sigma: float = 1.2) -> list[int]:
@@ -58,6 +61,10 @@ def flexed(x: list[torch.Tensor], shows: Any) -> Call:
     return flexed_by(x, flex.create_block_mask(shows, None, None, n, n, device="cuda"))
 
 
+def flex_beside(wanted: bool, x: list[torch.Tensor], shows: Any, pairs: int) -> Calls:
+    return {"flex": (x, flexed(x, shows), pairs)} if wanted else {}
+
+
 def flexed_by(x: list[torch.Tensor], mask: flex.BlockMask) -> Call:
     q, k, v = (t.transpose(1, 2) for t in x[:3])
     # Its kernels' own tiles may have 128 rows, and do not divide smaller ones of a mask: for these
@@ -71,9 +78,9 @@ def triangle(n: int) -> int:
     return n * (n + 1) // 2
 
 
-def problems(heads: int, dim: int, wants_flex: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(what it is, calls by name), each with its tensors and its visible pairs of a head. The first
-    call is the plain one, which may be of other lengths."""
+def problems(heads: int, dim: int, wants_flex: bool) -> Iterator[tuple[str, Callable[[], Calls]]]:
+    """(what it is, what makes its calls by name), each with its tensors and its visible pairs of a
+    head. The first call is the plain one, which may be of other lengths."""
     n = 65536
     lens = lengths(n)
     pairs = sum(map(triangle, lens))
@@ -86,9 +93,11 @@ def problems(heads: int, dim: int, wants_flex: bool) -> Iterator[tuple[str, dict
         "packed": (flat, lambda: packed(flat, cu, longest), pairs),
         "key_ranges": (x, ranged(x, masks.documents(ids[None]), True), pairs),
     }
-    if wants_flex:
-        calls["flex"] = (x, flexed(x, within_documents(ids)), pairs)
-    yield f"1 x {n}, {len(lens)} documents to {longest}, causal", calls
+
+    def of_documents(calls=calls, x=x, pairs=pairs) -> Calls:
+        return calls | flex_beside(wants_flex, x, within_documents(ids), pairs)
+
+    yield f"1 x {n}, {len(lens)} documents to {longest}, causal", of_documents
 
     n = 16384
     plain = inputs(1, n, heads, dim)
@@ -102,21 +111,24 @@ def problems(heads: int, dim: int, wants_flex: bool) -> Iterator[tuple[str, dict
         "same tile": same,
         "key_ranges": (plain, ranged(plain, whole, True), triangle(n)),
     }
-    yield f"1 x {n}, all keys as ranges, causal", calls
+    yield f"1 x {n}, all keys as ranges, causal", lambda calls=calls: calls
 
     pairs = triangle(n) + triangle(4095)
     prefix = masks.prefix(torch.tensor([4096], device="cuda"), n)
     calls = {"causal": causal, "key_ranges": (plain, ranged(plain, prefix, False), pairs)}
-    if wants_flex:
-        calls["flex"] = (plain, flexed(plain, lambda b, h, i, j: (i >= j) | (j < 4096)), pairs)
-    yield f"1 x {n}, a prefix of 4096", calls
+
+    def of_prefix(calls=calls, pairs=pairs) -> Calls:
+        shows = lambda b, h, i, j: (i >= j) | (j < 4096)  # noqa: E731  (torch traces it)
+        return calls | flex_beside(wants_flex, plain, shows, pairs)
+
+    yield f"1 x {n}, a prefix of 4096", of_prefix
 
     n = 32768
     y = inputs(1, n, heads, dim)
     chunks = masks.chunks(8192, n, like=y[0])
     pairs = 4 * triangle(8192)
     calls = {"causal": causal, "key_ranges": (y, ranged(y, chunks, True), pairs)}
-    yield f"1 x {n}, chunks of 8192, causal", calls
+    yield f"1 x {n}, chunks of 8192, causal", lambda calls=calls: calls
 
     n = 8192
     z = inputs(4, n, heads, dim)
@@ -129,14 +141,14 @@ def problems(heads: int, dim: int, wants_flex: bool) -> Iterator[tuple[str, dict
         more = sum((n - length) * length for length in lens) if side == "right" else 0
         pairs = sum(map(triangle, lens)) + more
         calls = {"causal": causal, "key_ranges": (z, ranged(z, masks.padding(shown), True), pairs)}
-        yield f"4 x {n}, padding {side}, causal", calls
+        yield f"4 x {n}, padding {side}, causal", lambda calls=calls: calls
 
     n = 65536
     pairs = sum(min(i + 1, 1024) + max(0, min(64, i - 1023)) for i in range(n))
     window = (x, attention(x, window_size=(1023, 0, 64)), pairs)
     local = masks.local_global(1023, 64, n, like=x[0])
     calls = {"window": window, "key_ranges": (x, ranged(x, local, True), pairs)}
-    yield f"1 x {n}, window of 1024 beside 64 keys", calls
+    yield f"1 x {n}, window of 1024 beside 64 keys", lambda calls=calls: calls
 
 
 def seen_by(mask: BlockMask, head: int, tile: int) -> torch.Tensor:
@@ -201,7 +213,7 @@ def as_flex(mask: BlockMask) -> flex.BlockMask:
     )
 
 
-def listed(heads: int, dim: int, wants_flex: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def listed(heads: int, dim: int, wants_flex: bool) -> Iterator[tuple[str, Callable[[], Calls]]]:
     """`problems` of block masks. "plain" sees all keys."""
 
     def of(x: list[torch.Tensor], mask: BlockMask, pairs: int) -> tuple:
@@ -211,32 +223,36 @@ def listed(heads: int, dim: int, wants_flex: bool) -> Iterator[tuple[str, dict[s
 
     n = 32768
     x = inputs(1, n, heads, dim)
-    plain = (x, attention(x), n * n)
-    kinds = {
-        f"1 x {n}, a quarter of tiles of 128, a list a head": (128, n // 512),
-        f"1 x {n}, 64 tiles of 64, a list a head": (64, 64),
-    }
-    for what, (side, each) in kinds.items():
+
+    def some(side: int, each: int) -> Calls:
         mask = some_tiles(heads, n, side, each)
         pairs = n * each * side
-        calls = {"plain": plain, "lists": of(x, mask, pairs)}
-        if wants_flex:
-            calls["flex"] = (x, flexed_by(x, as_flex(mask)), pairs)
-        yield what, calls
+        calls = {"plain": (x, attention(x), n * n), "lists": of(x, mask, pairs)}
+        return calls | ({"flex": (x, flexed_by(x, as_flex(mask)), pairs)} if wants_flex else {})
 
-    n = 16384
-    y = inputs(1, n, heads, dim)
-    plain, causal = (y, attention(y), n * n), (y, attention(y, causal=True), triangle(n))
+    yield f"1 x {n}, a quarter of tiles of 128, a list a head", lambda: some(128, n // 512)
+    yield f"1 x {n}, 64 tiles of 64, a list a head", lambda: some(64, 64)
+
+    short = 16384
+    y = inputs(1, short, heads, dim)
+    causal = (y, attention(y, causal=True), triangle(short))
+
+    def full(side: int) -> Calls:
+        lists = of(y, some_tiles(1, short, side, short // side), short**2)
+        return {"plain": (y, attention(y), short**2), "lists": lists}
+
+    def diagonal(side: int) -> Calls:
+        return {"causal": causal, "lists": of(y, diagonal_tiles(short, side), triangle(short))}
+
     for side in (128, 64):
-        full = of(y, some_tiles(1, n, side, n // side), n * n)
-        yield f"1 x {n}, all tiles of {side}", {"plain": plain, "lists": full}
+        yield f"1 x {short}, all tiles of {side}", lambda side=side: full(side)
     for side in (128, 64):
-        calls = {"causal": causal, "lists": of(y, diagonal_tiles(n, side), triangle(n))}
-        yield f"1 x {n}, the causal mask by tiles of {side}", calls
-    bounded = some_tiles(1, n, 128, n // 128)
+        what = f"1 x {short}, the causal mask by tiles of {side}"
+        yield what, lambda side=side: diagonal(side)
+    bounded = some_tiles(1, short, 128, short // 128)
     both = attention(y, causal=True, block_mask=bounded, backend="hopper")
-    calls = {"causal": causal, "lists": (y, both, triangle(n))}
-    yield f"1 x {n}, all tiles of 128 and causal", calls
+    calls = {"causal": causal, "lists": (y, both, triangle(short))}
+    yield f"1 x {short}, all tiles of 128 and causal", lambda: calls
 
 
 def packed(x: list[torch.Tensor], cu: torch.Tensor, longest: int) -> torch.Tensor:
@@ -262,14 +278,16 @@ def timed(runs: dict[str, Call], rounds: int) -> dict[str, float]:
     return {name: median(a.elapsed_time(b) for a, b in pairs) for name, pairs in taken.items()}
 
 
-def directions(calls: dict[str, Any]) -> Iterator[tuple[str, dict[str, Call], int]]:
+def directions(calls: Calls, wanted: str) -> Iterator[tuple[str, dict[str, Call], int]]:
     def backward(x, call) -> Call:
         out = call()
         dout = torch.randn_like(out)
         return lambda: torch.autograd.grad(out, x[:3], dout, retain_graph=True)
 
-    yield "forward", {name: call for name, (_, call, _) in calls.items()}, 4
-    yield "backward", {name: backward(x, call) for name, (x, call, _) in calls.items()}, 10
+    if "forward" in wanted:
+        yield "forward", {name: call for name, (_, call, _) in calls.items()}, 4
+    if "backward" in wanted:
+        yield "backward", {name: backward(x, call) for name, (x, call, _) in calls.items()}, 10
 
 
 def device_time(call: Call) -> float:
@@ -316,6 +334,7 @@ def main() -> None:
     parser.add_argument("--dims", default="128,64")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--only", default="")
+    parser.add_argument("--directions", default="forward,backward")
     parser.add_argument("--flex", action="store_true")
     parser.add_argument("--masks", action="store_true")
     parser.add_argument("--lists", action="store_true")
@@ -326,10 +345,12 @@ def main() -> None:
         kinds = problems(given.heads, dim, given.flex)
         if given.lists:
             kinds = listed(given.heads, dim, given.flex)
-        for number, (what, calls) in enumerate(kinds):
-            if given.only not in what or (given.warm >= 0 and number != given.warm):
+        for number, (what, make) in enumerate(kinds):
+            is_wanted = any(word in what for word in given.only.split(","))
+            if not is_wanted or (given.warm >= 0 and number != given.warm):
                 continue
-            for direction, runs, products in directions(calls):
+            calls = make()
+            for direction, runs, products in directions(calls, given.directions):
                 found = timed(runs, 1 if given.warm >= 0 else given.rounds)
                 rates = {
                     name: products * calls[name][2] * given.heads * dim / ms / 1e9
