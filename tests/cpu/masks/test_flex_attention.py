@@ -8,46 +8,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from heedful import BlockMask
 from heedful.torch import flex_attention
+from support.problems.gym_masks import gym_masks
 
 LENGTH, WIDTH = 300, 18  # of sequences, and of NATTEN's images
-IDS = torch.arange(LENGTH) // 37 + (torch.arange(LENGTH) > 200).int()
-
-
-def causal(b, h, i, j):
-    return i >= j
-
-
-def document(b, h, i, j):
-    return causal(b, h, i, j) & (IDS[i] == IDS[j])
-
-
-def prefix_lm(b, h, i, j):
-    return (j < 100 + b * 30) | causal(b, h, i, j)
-
-
-def sliding(b, h, i, j):
-    return causal(b, h, i, j) & (i - j <= 64)
-
-
-def natten(b, h, i, j):
-    (row, column), (own_row, own_column) = ((n // WIDTH, n % WIDTH) for n in (j, i))
-    row_center, column_center = (n.clamp(3, WIDTH - 4) for n in (own_row, own_column))
-    return ((row_center - row).abs() <= 3) & ((column_center - column).abs() <= 3)
-
-
-def dilated(b, h, i, j):
-    return (i - j).abs().remainder(2 + h) == 0
-
-
-def global_and_local(b, h, i, j):
-    return causal(b, h, i, j) & ((i - j <= 40) | (j < 10))
-
-
-def nothing_below(b, h, i, j):
-    return causal(b, h, i, j) & (i < 150)
-
-
-MASKS = [causal, document, prefix_lm, sliding, natten, dilated, global_and_local, nothing_below]
+MASKS = gym_masks(LENGTH, WIDTH)
+CAUSAL = MASKS[0].shows
 
 
 def inputs(heads_k: int = 2) -> tuple:
@@ -56,9 +21,9 @@ def inputs(heads_k: int = 2) -> tuple:
     return tuple(torch.randn(shape, requires_grad=True) for shape in shapes)
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.__name__)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_masks_agree_with_torchs_flex_attention_and_so_do_their_gradients(mask):
-    given = torchs.create_block_mask(mask, 2, 2, LENGTH, LENGTH, device="cpu")
+    given = torchs.create_block_mask(mask.shows, 2, 2, LENGTH, LENGTH, device="cpu")
     q, k, v = inputs()
     aux = torchs.AuxRequest(lse=True)
     plain = (t.detach() for t in (q, k, v))
@@ -67,7 +32,7 @@ def test_masks_agree_with_torchs_flex_attention_and_so_do_their_gradients(mask):
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(ours.lse, of_torch.lse)
     # On a CPU torch's has no gradients.
-    dense = torchs.create_mask(mask, 2, 2, LENGTH, LENGTH, device="cpu")
+    dense = torchs.create_mask(mask.shows, 2, 2, LENGTH, LENGTH, device="cpu")
     want = scaled_dot_product_attention(q, k, v, attn_mask=dense)
     rows = dense.any(-1).all(0).all(0)
     grads = (
@@ -76,15 +41,16 @@ def test_masks_agree_with_torchs_flex_attention_and_so_do_their_gradients(mask):
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.__name__)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("size", [32, (64, 128), 256])
 def test_a_block_mask_of_torch_is_its_function(mask, size):
-    given = torchs.create_block_mask(mask, 2, 2, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=size)
+    shows = mask.shows
+    given = torchs.create_block_mask(shows, 2, 2, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=size)
     made = BlockMask.of(given)
-    want = torchs.create_mask(mask, 2, 2, LENGTH, LENGTH, device="cpu")
+    want = torchs.create_mask(shows, 2, 2, LENGTH, LENGTH, device="cpu")
     assert torch.equal(made.to_dense(), want)
     sizes = {"seqlen_q": LENGTH, "seqlen_k": LENGTH, "batch": 2, "heads": 2}
-    own = BlockMask.of(mask, **sizes, like=want, side=made.side)
+    own = BlockMask.of(shows, **sizes, like=want, side=made.side)
     assert torch.equal(own.to_dense(), want)
     assert torch.equal(own.rows, made.rows) and torch.equal(own.keys, made.keys)
 
@@ -136,7 +102,7 @@ def test_fewer_heads_of_keys_are_asked_for():
 
 
 def test_compiled_code_takes_our_mask_and_refuses_torchs():
-    given = torchs.create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu")
+    given = torchs.create_block_mask(CAUSAL, None, None, LENGTH, LENGTH, device="cpu")
     q, k, v = (t.detach() for t in inputs())
     run = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
     want = flex_attention(q, k, v, block_mask=given)

@@ -13,7 +13,8 @@ from heedful.core.registry.by_hand import forced
 from support.captures import graph_capture
 from support.hopper.device import ON_HOPPER
 from support.problems.budget import check, run
-from support.problems.cases import Case, build, variants
+from support.problems.cases import FRESH, Case, build, variants
+from support.problems.grids import drawn_rows
 from support.runs import api
 from support.runs.prepared import Prepared
 
@@ -167,46 +168,58 @@ def test_gradients_of_lists_of_any_numbers_stay_within_memory(side):
     run(Prepared("hopper"), replace(LONG, backward=True, block_mask=side), "cuda")
 
 
-PROBLEMS, OF_A_TEST = 1000, 20
+# What decides on kernels: so many combinations of it. All else differs from problem to problem.
+COMBINATIONS, PARTS, OF_A_PART = 10, 4, 20
+KERNELS = drawn_rows(
+    {
+        "backend": ("hopper", "hopper", "hopper", "portable"),
+        "head_dim": (64, 128),
+        "side": (64, 128),
+        "mask": ("", "causal", "window"),
+        "storage": ("", "", "", "qk", "paged"),
+        "group": (1, 2),
+        "own_heads": (False, True),
+    },
+    COMBINATIONS,
+    4747 + FRESH,
+)
 
 
-def drawn(number: int) -> tuple[str, Case]:
-    """A backend and a problem, by its number. Few kinds of kernels, any sizes, lists and bits."""
-    rng = random.Random(4747 + number)
-    pick = rng.choice
-    causal, window = pick(((False, (-1, -1)), (True, (-1, -1)), (False, (100, 30))))
-    storage, group = pick(("", "", "", "qk", "paged")), pick((1, 2))
-    paged = storage == "paged"
-    case = Case(
+def drawn(of: dict, number: int) -> Case:
+    """A problem of these kernels: of any sizes, lengths, lists and bits."""
+    rng = random.Random(number)
+    paged = of["storage"] == "paged"
+    return Case(
         batch=rng.randint(1, 3),
-        seqlen_q=rng.randint(1, 700),
+        seqlen_q=rng.randint(65, 700),
         seqlen_k=rng.randint(1, 700),
-        heads_q=2 * group,
+        heads_q=2 * of["group"],
         heads_k=2,
-        head_dim=pick((64, 128)),
+        head_dim=of["head_dim"],
         dtype="bfloat16",
-        causal=causal,
-        window=window,
-        block_mask=pick((64, 128)),
-        ranges_of=pick(("", "b", "h", "bh")),
+        causal=of["mask"] == "causal",
+        window=(100, 30) if of["mask"] == "window" else (-1, -1),
+        block_mask=of["side"],
+        ranges_of=rng.choice(("h", "bh") if of["own_heads"] else ("", "b")),
         page_size=16 if paged else 0,
         used="k" if paged else "",
-        varlen="" if paged else storage,
+        varlen="" if paged else of["storage"],
         backward=not paged,
         seed=number,
     )
-    return ("portable" if number % 4 == 3 else "hopper"), case
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, PROBLEMS, OF_A_TEST))
-def test_random_problems_are_within_their_budget(first):
-    for number in range(first, first + OF_A_TEST):
-        backend, case = drawn(number)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("kernels", range(COMBINATIONS))
+def test_random_problems_are_within_their_budget(part, kernels):
+    of = KERNELS[kernels]
+    for i in range(OF_A_PART):
+        case = drawn(of, (kernels * PARTS + part) * OF_A_PART + i)
         try:
-            run(Prepared(backend), case, "cuda")
+            run(Prepared(of["backend"]), case, "cuda")
         except AssertionError as error:
-            raise AssertionError(f"problem {number}, {backend}: {case}") from error
+            raise AssertionError(f"{of['backend']}: {case}") from error
 
 
 def test_a_captured_call_reads_the_lists_of_its_replay():

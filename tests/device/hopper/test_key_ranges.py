@@ -12,7 +12,8 @@ from heedful import masks
 from support.captures import graph_capture
 from support.hopper.device import ON_HOPPER
 from support.problems.budget import check, run
-from support.problems.cases import Case, build, variants
+from support.problems.cases import FRESH, Case, build, variants
+from support.problems.grids import drawn_rows
 from support.runs import api
 from support.runs.prepared import Prepared
 
@@ -123,47 +124,65 @@ def test_masks_of_long_sequences_agree_with_a_bias(kind, head_dim):
         assert torch.equal(ordered, again)
 
 
-PROBLEMS, OF_A_TEST = 2000, 20
+# What decides on kernels: so many combinations of it, since compiling takes long. All else differs
+# from problem to problem.
+COMBINATIONS, PARTS, OF_A_PART = 12, 5, 20
+KERNELS = drawn_rows(
+    {
+        "backend": ("hopper", "hopper", "hopper", "portable"),
+        "head_dim": (64, 128),
+        "key_ranges": (1, 2),
+        "mask": ("", "causal", "window"),
+        "storage": ("", "", "qk", "qk", "q paged", "paged"),
+        "group": (1, 2),
+        "own_heads": (False, True),
+        "deterministic": (False, False, False, False, True),
+        "num_splits": (1, 1, 0),
+    },
+    COMBINATIONS,
+    4709 + FRESH,
+)
 
 
-def drawn(number: int) -> tuple[str, Case]:
-    """A backend and a problem, by its number. Few kinds of kernels, any sizes and ranges."""
-    rng = random.Random(4700 + number)
-    pick = rng.choice
-    storage = pick(("", "", "qk", "qk", "q paged", "paged"))
-    causal, window = pick(((False, (-1, -1)), (True, (-1, -1)), (False, (100, 30))))
-    paged = "paged" in storage
-    group = pick((1, 2))
-    case = Case(
+def drawn(of: dict, number: int) -> Case:
+    """A problem of these kernels: of any sizes, lengths and ranges."""
+    rng = random.Random(number)
+    storage = of["storage"]
+    paged, varlen = "paged" in storage, storage.removesuffix("paged").strip()
+    dims = ("h", "bh") if of["own_heads"] else ("", "b")
+    return Case(
         batch=rng.randint(1, 3),
-        seqlen_q=rng.randint(1, 500),
+        seqlen_q=rng.randint(65, 500),
         seqlen_k=rng.randint(1, 600),
-        heads_q=2 * group,
+        heads_q=2 * of["group"],
         heads_k=2,
-        head_dim=pick((64, 128)),
+        head_dim=of["head_dim"],
         dtype="bfloat16",
-        causal=causal,
-        window=window,
-        key_ranges=pick((1, 2)),
-        ranges_of="b" if storage else pick(("", "b", "h", "bh")),
-        varlen=storage.removesuffix("paged").strip(),
+        causal=of["mask"] == "causal",
+        window=(100, 30) if of["mask"] == "window" else (-1, -1),
+        key_ranges=of["key_ranges"],
+        ranges_of="b" if storage else rng.choice(dims),
+        varlen=varlen,
         page_size=16 if paged else 0,
         backward=not paged,
-        deterministic=not paged and rng.random() < 0.2,
+        deterministic=not paged and of["deterministic"],
+        # With as many as the planner likes, so few queries have tiles of 64 rows.
+        num_splits=of["num_splits"],
         seed=number,
     )
-    return ("portable" if number % 4 == 3 else "hopper"), case
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, PROBLEMS, OF_A_TEST))
-def test_random_problems_are_within_their_budget(first):
-    for number in range(first, first + OF_A_TEST):
-        backend, case = drawn(number)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("kernels", range(COMBINATIONS))
+def test_random_problems_are_within_their_budget(part, kernels):
+    of = KERNELS[kernels]
+    for i in range(OF_A_PART):
+        case = drawn(of, (kernels * PARTS + part) * OF_A_PART + i)
         try:
-            run(Prepared(backend), case, "cuda")
+            run(Prepared(of["backend"]), case, "cuda")
         except AssertionError as error:
-            raise AssertionError(f"problem {number}, {backend}: {case}") from error
+            raise AssertionError(f"{of['backend']}: {case}") from error
 
 
 def test_a_captured_call_reads_the_masks_of_its_replay():

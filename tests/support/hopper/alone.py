@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import heedful
+from heedful import BlockMask
 from heedful.core.registry.by_hand import forced
 from heedful.torch import quantize_kv
 from support.problems.served import served
@@ -46,6 +47,19 @@ GRIDS = {
     for way, how in WAYS.items()
     for dim in (64, 128, 256)
     for mask, facts in MASKS.items()
+}
+# Masks as data: one range of keys a row, two, and lists of tiles.
+DATA = {
+    "ranges": {"by": "ranges", "causal": True},
+    "runs": {"by": "runs"},
+    "lists-128": {"by": "lists", "side": 128},
+    "lists-64": {"by": "lists", "side": 64, "causal": True},
+}
+GRIDS |= {
+    f"{name}-d{dim}-{mask}": {"dtype": "bfloat16", "head_dim": dim, "grad": grad, **facts}
+    for name, grad in (("bfloat16", False), ("gradients", True))
+    for dim in (64, 128)
+    for mask, facts in DATA.items()
 }
 # Of narrower values, whose kernel makes dQ by the consumers of its own keys.
 GRIDS |= {
@@ -126,8 +140,34 @@ def gradients(
     return torch.cat([x.flatten() for x in found])
 
 
-def attend(q, k, v, packed: bool = False, backend: str = "hopper", **options) -> torch.Tensor:
-    """A public call."""
+def data_of(by: str, rows: int, keys: int, side: int) -> dict[str, Any]:
+    """A mask as data of so many rows and keys. side: of a list's tiles."""
+    if by == "lists":
+        shown = torch.rand(1, 1, rows, keys, generator=torch.Generator().manual_seed(1)) < 0.5
+        shown[..., 128:256, :] = False
+        shown[..., 300:700] = True
+        return {"block_mask": BlockMask.of(shown.cuda(), side=side)}
+    place = torch.arange(rows, dtype=torch.int32, device="cuda")
+    begin = place // 150 * 150
+    bounds = [begin, begin + 500]
+    if by == "runs":
+        bounds = [0 * place, 0 * place + 40, place + 100, place + 400]
+    return {"key_ranges": torch.stack(bounds, -1)[None, None]}
+
+
+def attend(
+    q,
+    k,
+    v,
+    packed: bool = False,
+    backend: str = "hopper",
+    by: str = "",
+    side: int = 0,
+    **options: Any,
+) -> torch.Tensor:
+    """A public call. by: which mask as data it has, see `data_of`."""
+    if by:
+        options |= data_of(by, q.shape[1], k.shape[1], side)
     if not packed:
         return heedful.flash_attn_func(q, k, v, backend=forced(backend), **options)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))

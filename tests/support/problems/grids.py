@@ -1,9 +1,22 @@
 """Grids of which a part runs by default, and the rest where long grids are asked for."""
 
-from collections.abc import Collection, Iterable
+import random
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
+
+
+def drawn_rows(axes: Mapping[str, Sequence[Any]], count: int, seed: int) -> list[dict[str, Any]]:
+    """So many combinations of values. Each axis has all its values, as often as each other, in an
+    order of its own that the seed draws."""
+    rng = random.Random(seed)
+    columns = []
+    for values in axes.values():
+        column = [values[i % len(values)] for i in range(count)]
+        rng.shuffle(column)
+        columns.append(column)
+    return [dict(zip(axes, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def in_turns(first: Iterable[Any], *others: Collection[Any]) -> list:
