@@ -415,6 +415,7 @@ VARIANTS: tuple[Variant, ...] = (
         triton=(3, 6),
         gates=(*_HOPPER_GATES, *gates.OF_THE_HOPPER_FORWARD),
         varies=None,
+        unrun=frozenset(),
     ),
     _on_hopper(
         "hopper",
