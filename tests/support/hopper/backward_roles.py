@@ -311,8 +311,8 @@ class Device:
     def load_numbers(self, name, io, params, tile, head, row, other):
         return name, int(tile.batch), int(head), int(row)
 
-    def load_bounds(self, params, tile, head, row):
-        return int(tile.batch), int(head), int(row)
+    def load_bounds(self, params, tile, head, row, are_needed):
+        return (int(tile.batch), int(head), int(row)) if are_needed else ()
 
     def list_words(self, index, rows, col, params, tile):
         """Those of 32 keys, by whose tile they are."""

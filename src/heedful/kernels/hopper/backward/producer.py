@@ -59,16 +59,24 @@ def needs_words(params, blocks, row, is_first):
         return is_masked(blocks, row // params.tile.BLOCK_M) | is_first
 
 
+@gluon.constexpr_function
+def are_bounds_ahead(BLOCK_M):
+    """Whether bounds of rows are loaded with their other numbers, a visit ahead. Those of 128 rows
+    would spill in this warp; they are loaded when they are needed."""
+    return BLOCK_M <= 64
+
+
 @gluon.jit
-def load_bounds(params, tile, head, row):
-    """The bounds of key_ranges of query rows from `row` on, two or four of each."""
+def load_bounds(params, tile, head, row, are_needed):
+    """The bounds of key_ranges of query rows from `row` on, two or four of each, 0 unless they are
+    needed."""
     ranges = params.mask.ranges
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     base = ranges.ptr + tile.batch.to(gl.int64) * ranges.stride_b
     base += head.to(gl.int64) * ranges.stride_h
     rows_M = row + gl.arange(0, params.tile.BLOCK_M, layout=layout)
     at_M = base + (tile.seq.token_q + rows_M).to(gl.int64) * ranges.stride_m
-    exists_M = rows_M < tile.seq.len_q
+    exists_M = (rows_M < tile.seq.len_q) & are_needed
     bounds = gl.load(at_M, mask=exists_M, other=0), gl.load(at_M + 1, mask=exists_M, other=0)
     if params.mask.RANGES == 2:
         second = gl.load(at_M + 2, mask=exists_M, other=0)
@@ -94,36 +102,42 @@ def store_bits(shared, params, tile, blocks, visit, first, row, state):
 
 
 @gluon.jit
-def store_range_words(shared, params, tile, blocks, visit, first, head, row, state):
+def store_range_words(shared, bounds, params, tile, blocks, visit, first, head, row, state):
     """`store_words` by key_ranges, if consumers read them."""
     if needs_words(params, blocks, row, visit == first):
-        # ptxas: loaded with the numbers of rows, a visit ahead, bounds would spill here.
-        bounds = load_bounds(params, tile, head, row)
+        if are_bounds_ahead(params.tile.BLOCK_M):
+            numbers = bounds
+        else:
+            numbers = load_bounds(params, tile, head, row, True)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         rows_M = row + gl.arange(0, params.tile.BLOCK_M, layout=layout)
-        words_M = range_words(bounds, rows_M, params, tile).to(gl.float32, bitcast=True)
+        words_M = range_words(numbers, rows_M, params, tile).to(gl.float32, bitcast=True)
         barrier.wait(shared.q.empty.index(state.index), state.phase ^ 1)
         words_of(shared, params, state.index, 0).store(words_M)
 
 
 @gluon.jit
-def store_words(shared, params, tile, blocks, visit, first, head, row, state):
+def store_words(shared, bounds, params, tile, blocks, visit, first, head, row, state):
     """Stores the words of query rows beside their tile, once its stage is empty."""
     if params.mask.blocks.SIDE:
         store_bits(shared, params, tile, blocks, visit, first, row, state)
     elif params.mask.RANGES:
-        store_range_words(shared, params, tile, blocks, visit, first, head, row, state)
+        store_range_words(shared, bounds, params, tile, blocks, visit, first, head, row, state)
 
 
 @gluon.jit
-def queries_of(io, params, tile, blocks, visit):
-    """(query head, first row, lse_log2, delta) of a visit; the loads of the last two are under way.
-    Rows past the last one have no probabilities."""
+def queries_of(io, params, tile, blocks, visit, is_first):
+    """(query head, first row, lse_log2, delta, bounds) of a visit; the loads of the last three are
+    under way. Rows past the last one have no probabilities. is_first: of its work tile."""
     head, block = query_tile(params, tile, blocks, visit)
     row = block * params.tile.BLOCK_M
     lse_M = load_numbers(io.lse_log2.ptr, io, params, tile, head, row, float("inf"))
     delta_M = load_numbers(io.delta, io, params, tile, head, row, 0.0)
-    return head, row, lse_M, delta_M
+    bounds = ()
+    BY_RANGES: gl.constexpr = params.mask.RANGES and not params.mask.blocks.SIDE
+    if BY_RANGES and are_bounds_ahead(params.tile.BLOCK_M):
+        bounds = load_bounds(params, tile, head, row, needs_words(params, blocks, row, is_first))
+    return head, row, lse_M, delta_M, bounds
 
 
 @gluon.jit
@@ -182,7 +196,7 @@ def load_dout(io, shared, params, tile, blocks, numbers, following, state, far_p
     next phase of the barrier at which this warp waits for cotangents that it scales."""
     PACKED: gl.constexpr = params.seqs.cu_q is not None
     desc = io.dout
-    head, row, lse_M, delta_M = numbers
+    head, row, lse_M, delta_M, _bounds = numbers
     ring, factors = shared.do, shared.delta.index(state.stages)
     is_far_tile = any_far(lse_M)
     full = ring.producer_acquire(state, state)
@@ -197,7 +211,7 @@ def load_dout(io, shared, params, tile, blocks, numbers, following, state, far_p
     coordinates = box(PACKED, tile.batch, head, tile.seq.token_q, tile.seq.stored_q, row)
     tma_load(desc, coordinates, loaded, rows)
     # After the TMA load: a stage that fills late is waited for, numbers have a visit's time.
-    numbers = queries_of(io, params, tile, blocks, following)
+    numbers = queries_of(io, params, tile, blocks, following, False)
     if is_far_tile:
         barrier.wait(loaded, far_phase)
         scale_rows(rows, factors)
@@ -226,9 +240,9 @@ def load_tile(io, shared, params, tile, blocks, first, end, states, kv_count):
     K_AHEAD: gl.constexpr = params.tile.K_STAGES > 1
     TELLS_PLACES: gl.constexpr = params.tile.DQ_REGS is None and params.tile.BLOCK_N > ROWS
     q_state, do_state, far_phase = states
-    numbers = queries_of(io, params, tile, blocks, first)
+    numbers = queries_of(io, params, tile, blocks, first, True)
     for visit in range(first, end):
-        head, row, lse_M, _delta_M = numbers
+        head, row, lse_M, _delta_M, bounds = numbers
         if visit == first:
             if K_AHEAD:
                 load_k(io, shared, params, tile, kv_count)
@@ -236,7 +250,7 @@ def load_tile(io, shared, params, tile, blocks, first, end, states, kv_count):
                 load_v(io, shared, params, tile, kv_count)
         if TELLS_PLACES:
             tell_place(shared, params, tile, head, row, q_state)
-        store_words(shared, params, tile, blocks, visit, first, head, row, q_state)
+        store_words(shared, bounds, params, tile, blocks, visit, first, head, row, q_state)
         load_rows(io.q, shared.q, shared.lse, lse_M, params, tile, head, row, q_state)
         if visit == first:
             if K_AHEAD:
