@@ -363,8 +363,6 @@ VARIANTS: tuple[Variant, ...] = (
         *("decode", "wide", _OF_HOPPER_DECODE, "hopper_decode", "hopper_decode.wide_forward"),
         max_dim=512,
         gates=(*_CACHE_GATES, gates.above_256, gates.rows_of_swapped_products),
-        levels={"sm_90": "compile-only"},
-        by_default=False,
         **_STEPS,
     ),
     Variant(
@@ -510,7 +508,7 @@ VARIANTS: tuple[Variant, ...] = (
     _hopper_backward("wide", _TAKEN, 256, gates.above_128),
     _hopper_backward(
         *("halves", {"softcap"}, 512, gates.above_256),
-        **{"framework": "torch", "levels": {"sm_90": "compile-only"}, "by_default": False},
+        framework="torch",
         unrun=_UNRUN,
     ),
     Variant(
