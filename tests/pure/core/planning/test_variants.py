@@ -62,6 +62,7 @@ def test_an_alias_chooses_its_variant_and_what_packs_call_it(alias):
         ("decode", dense(4, 1, 900, 8, 2, total_q=9, total_k=3000), (3, 9), "portable"),
         ("decode", LATENT, (3, 9), "mla_swap_ab"),
         ("decode", replace(LATENT, heads_q=64), (3, 9), "mla"),
+        ("decode", replace(STEP, head_dim=512, head_dim_v=512), (3, 9), "wide"),
         ("mixed", SERVED, (3, 9), "hopper"),
         ("mixed", SERVED, (3, 6), "portable"),
         # One length: no batch that the planner would share.
@@ -89,6 +90,7 @@ def test_a_family_on_other_gpus_is_its_portable_kernel():
         ((192, 128), {}, "pair"),
         ((192, 128), {"softcap": 3.0}, "wide"),
         ((256, 256), {}, "wide"),
+        ((512, 384), {"softcap": 3.0}, "halves"),
     ],
 )
 def test_the_variant_of_a_backward_is_told_and_why_not_the_others(dims, facts, variant):
