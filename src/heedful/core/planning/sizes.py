@@ -521,6 +521,9 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
     heads = plan.device.l2_bytes * _L2_SHARE // 100 // head_bytes
     if problem.deterministic and not problem.mask.bounded:
         heads = larger(heads, _HEADS_IN_TURN)
+    if config.heads_innermost:
+        # Half of the key tiles of so many heads begin together, on all SMs.
+        heads = 2 * plan.device.units // larger(1, key_blocks)
     heads = larger(1, smaller(heads, all_heads))
     least_tiles = tiles
     if problem.total_k is not None:

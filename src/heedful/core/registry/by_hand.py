@@ -9,7 +9,7 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.core.registry import capability
 from heedful.core.registry.configs import ConfigRow
 
-_BACKWARD = ("draws", "last_waves", "splits")
+_BACKWARD = ("draws", "last_waves", "splits", "heads_innermost")
 OPTIONS = {
     "hopper.backward": _BACKWARD,
     "hopper.backward_pair": _BACKWARD,

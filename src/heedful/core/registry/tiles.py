@@ -348,7 +348,8 @@ class HopperBackwardConfig(TileConfig):
     has a program. last_waves: under a mask, how often the tiles of the last L2 group fill the
     device, so that its short tiles fill the time of its longest; 0: all groups are equal. splits:
     how many splits the visits of a key tile have, each a work tile; 0: core/planning/splits.py
-    chooses.
+    chooses. heads_innermost: under a causal mask, all query heads of a KV head visit a key tile with
+    one query tile after the other, and half of the key tiles go from the last query tile.
     """
 
     dout_stages: int = 2
@@ -361,11 +362,21 @@ class HopperBackwardConfig(TileConfig):
     draws: bool = False
     last_waves: int = 0
     splits: int = 1
+    heads_innermost: bool = False
 
     def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
         # Two stages of wide keys would fill shared memory, where the words of a block mask lie.
+        made = replace(self, heads_innermost=self.heads_innermost and _is_triangle(problem))
         fits = problem.block_mask == 0 or problem.head_dim <= 64
-        return self if fits else replace(self, k_stages=1)
+        return made if fits else replace(made, k_stages=1)
+
+
+def _is_triangle(problem: AttentionProblem) -> bool:
+    """Whether query heads share keys under a causal mask of sequences of one length."""
+    mask = problem.mask
+    others = problem.varlen_q or problem.varlen_k or problem.key_ranges or problem.block_mask
+    is_causal = mask.right >= 0 and mask.left < 0
+    return is_causal and problem.group > 1 and not (others or problem.deterministic)
 
 
 def backward_dim(dim: int) -> int:

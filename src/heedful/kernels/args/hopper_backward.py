@@ -119,7 +119,8 @@ class HopperBackwardOrder(NamedTuple):
 class HopperBackwardTile(NamedTuple):
     """A step is BLOCK_M queries x BLOCK_N keys; each consumer has 64 of the keys. *_STAGES: tiles
     that shared memory holds, powers of two. D, E: columns of q and k, and of v, in products.
-    DQ_REGS: registers of the dQ warpgroup; None where consumers compute dQ."""
+    DQ_REGS: registers of the dQ warpgroup; None where consumers compute dQ. HEADS_INNERMOST: see
+    `HopperBackwardConfig`."""
 
     BLOCK_M: Const
     BLOCK_N: Const
@@ -132,6 +133,7 @@ class HopperBackwardTile(NamedTuple):
     CONSUMER_REGS: Const
     DQ_REGS: Const
     PRODUCER_REGS: Const
+    HEADS_INNERMOST: Const
 
 
 class HopperBackwardParams(NamedTuple):

@@ -26,7 +26,7 @@ from heedful.kernels.hopper.backward.scores import (
     score_gradients,
 )
 from heedful.kernels.hopper.backward.shared import CONSUMERS, row_numbers, wait_for_outlet
-from heedful.kernels.hopper.backward.tile import is_masked, visit_range
+from heedful.kernels.hopper.backward.tile import is_masked, visit_range, walks_down
 from heedful.kernels.hopper.sm90 import barrier
 from heedful.kernels.hopper.sm90.compat import opaque
 from heedful.kernels.hopper.sm90.mma import ROWS, scores_layout, wait_products
@@ -159,11 +159,20 @@ def step(
 
 
 @gluon.jit
-def full_run(blocks, number, last):
+def full_run(params, tile, blocks, number, last):
     """How many visits from this number to the last need no mask."""
-    count = blocks.end - blocks.begin
-    block = blocks.begin + number % count
-    run = gl.where(is_masked(blocks, block), 0, blocks.full_end - block)
+    if params.tile.HEADS_INNERMOST:
+        group = params.sizes.group
+        turn = number // group
+        is_down = walks_down(params, tile)
+        block = gl.where(is_down, blocks.end - 1 - turn, blocks.begin + turn)
+        left = gl.where(is_down, block - blocks.full_begin + 1, blocks.full_end - block)
+        left = left * group - (number - turn * group)
+    else:
+        count = blocks.end - blocks.begin
+        block = blocks.begin + number % count
+        left = blocks.full_end - block
+    run = gl.where(is_masked(blocks, block), 0, left)
     return gl.minimum(run, last - number + 1)
 
 
@@ -190,7 +199,7 @@ def backward_mainloop(shared, visit, blocks, params, tile, kv_count, CONSUMER):
     stage = k_state.index
     while number < last:
         # Visits with a mask are outside of the loop.
-        run = full_run(blocks, number + 1, last)
+        run = full_run(params, tile, blocks, number + 1, last)
         for _ in range(run):
             number += 1
             made = step(

@@ -331,8 +331,24 @@ def query_tile(params, tile, blocks, number):
         heads = params.order.lists.list_heads
         head = tile.kv_head * params.sizes.group + ahead + entry % heads
         return head, entry // heads
+    elif params.tile.HEADS_INNERMOST:
+        group = params.sizes.group
+        turn = number // group
+        # At a time, each query head is that of other key tiles.
+        ahead = (number + tile.col // params.tile.BLOCK_N) % group
+        block = gl.where(walks_down(params, tile), blocks.end - 1 - turn, blocks.begin + turn)
+        return tile.kv_head * group + ahead, block
     else:
         count = blocks.end - blocks.begin
         ahead = number // count
         head = tile.kv_head * params.sizes.group + ahead
         return head, blocks.begin + number - ahead * count
+
+
+@gluon.jit
+def walks_down(params, tile):
+    """Whether a work tile's visits go from the last query tile to the first, each of all heads.
+    Tiles of the first half of keys begin together and do. Those of the other half, which begin
+    where one of these ends, go up: under a causal mask the query tile where each of them is does
+    not depend on when it began."""
+    return tile.col < params.order.key_blocks // 2 * params.tile.BLOCK_N
