@@ -348,8 +348,8 @@ class HopperBackwardConfig(TileConfig):
     has a program. last_waves: under a mask, how often the tiles of the last L2 group fill the
     device, so that its short tiles fill the time of its longest; 0: all groups are equal. splits:
     how many splits the visits of a key tile have, each a work tile; 0: core/planning/splits.py
-    chooses. heads_innermost: under a causal mask, all query heads of a KV head visit a key tile with
-    one query tile after the other, and half of the key tiles go from the last query tile.
+    chooses. heads_innermost: under a causal mask, all query heads of a KV head visit a key tile
+    with one query tile after the other, and half of the key tiles go from the last query tile.
     """
 
     dout_stages: int = 2
