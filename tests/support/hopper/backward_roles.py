@@ -72,11 +72,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Tile:
-    """A step of the kernel, and how many work tiles' keys there is room for."""
+    """A step of the kernel, how many work tiles' keys there is room for, and whether visits go
+    through all heads of a query tile first."""
 
     block_m: int = 64
     dim: int = 128
     k_stages: int = 2
+    heads_innermost: bool = False
 
 
 @dataclass
@@ -208,6 +210,7 @@ class Device:
                 DO_STAGES=STAGES,
                 DS_STAGES=STAGES,
                 K_STAGES=self.tile.k_stages,
+                HEADS_INNERMOST=self.tile.heads_innermost,
                 CONSUMER_REGS=0,
                 DQ_REGS=0,
                 PRODUCER_REGS=0,

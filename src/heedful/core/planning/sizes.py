@@ -530,7 +530,9 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
         least_tiles = problem.total_k // config.block_n * problem.heads_k
     splits = _backward_splits(config, problem, plan.device, least_tiles, q_blocks)
     last = 1
-    if problem.is_masked and not problem.varlen_k:
+    if config.heads_innermost:
+        last = heads
+    elif problem.is_masked and not problem.varlen_k:
         # Where one head fills L2, several at once take what they share from memory: with 64 heads
         # over 8 and 4 x 8192 keys 1.8 % more time, with 32 over 4 and 16384 keys 16 %.
         waves = smaller(1, config.last_waves)

@@ -120,9 +120,18 @@ class Checked(Device):
             tiles, _ = self.sizes.listed[block]
             of_head = [tile * steps + step for tile in tiles for step in range(steps)]
             assert visits == [(head * GROUP + r, m) for r in range(GROUP) for m in of_head]
+        elif self.tile.heads_innermost:
+            assert visits == self.by_rows(b, head, block, {m for _, m in visits})
         else:
             assert visits == sorted(visits)
         return visits
+
+    def by_rows(self, b, head, block, rows: set[int]) -> list[tuple[int, int]]:
+        """Visits of all heads of one of these query tiles after the other: from the last where the
+        key tile is of the first half."""
+        order = sorted(rows, reverse=block < self.key_blocks[b] // 2)
+        turns = (divmod(turn, GROUP) for turn in range(GROUP * len(order)))
+        return [(head * GROUP + (GROUP * i + r + block) % GROUP, order[i]) for i, r in turns]
 
     def check_query_tile(self, b, head, block) -> list[tuple[int, int, int]]:
         """The key tiles that were added to a query tile, in order."""
@@ -203,6 +212,19 @@ def test_every_tile_is_made_once_and_nobody_waits_for_ever(case, seed):
     sizes, way = case
     programs, draws, turns, splits = WAYS[way]
     device = Checked(sizes, min(programs, 14), draws, turns, seed, splits=splits, tile=TILES[seed])
+    device.run()
+    device.check()
+
+
+@pytest.mark.parametrize("sizes", DENSE[1:4], ids=str)
+@pytest.mark.parametrize("programs, splits", [(99, 1), (3, 1), (3, 3), (99, 5)])
+@pytest.mark.parametrize("block_m", (64, 128))
+@pytest.mark.parametrize("seed", range(2))
+def test_all_heads_visit_with_one_query_tile_after_the_other(
+    sizes, programs, splits, block_m, seed
+):
+    tile = Tile(block_m, 192 - block_m, heads_innermost=True)
+    device = Checked(sizes, min(programs, 14), True, False, seed, splits=splits, tile=tile)
     device.run()
     device.check()
 
