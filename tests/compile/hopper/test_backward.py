@@ -108,6 +108,12 @@ def test_no_products_are_made_of_the_quarter_of_zeros_of_96_columns():
         assert_products_are_under_way_together(loop)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_visits_of_all_heads_of_a_query_tile_take_no_registers(head_dim):
+    assert_step_is_sound(main_call("hopper+heads_innermost=1", head_dim=head_dim, causal=True))
+
+
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_pair_of_consumers_has_registers_for_both_gradients_and_dq(causal, packed):

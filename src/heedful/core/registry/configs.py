@@ -161,12 +161,7 @@ def _hopper_backward(
 
 # Speed over a program for each tile: 1.06 at 16 x 1024, 1.02 at 4 x 4096; with a larger last group
 # of heads 1.13 at 1 x 8192, 32/8 causal; packed sequences 1.00 to 1.04, dropout 1.00 to 1.01.
-_DRAWN: dict[str, Any] = {
-    "draws": True,
-    "last_waves": 2,
-    "splits": 0,
-    "heads_innermost": True,
-}
+_DRAWN: dict[str, Any] = {"draws": True, "last_waves": 2, "splits": 0}
 _NO_DQ_GROUP = {"splits": 0, "k_stages": 1, "consumer_regs": 240, "dq_regs": None}
 _HALVES = {**_NO_DQ_GROUP, "dout_stages": 1, "ds_stages": 1, "programs": 2}
 _D64: dict[str, Any] = {
