@@ -57,15 +57,16 @@ def load_rest(io, keys, block, params, of, col, pages):
 
 
 @gluon.jit
-def load_stored(io, keys, block, params, of, col):
-    """Loads 64 keys from `col` on, each part once its memory is free. Returns the next block."""
+def load_stored(io, keys, block, params, of, col, REST_FIRST: gl.constexpr):
+    """Loads 64 keys from `col` on, each part once its memory is free. Returns the next block.
+    REST_FIRST: the columns past the values come first."""
     # Page numbers are loaded before there is room for keys.
     pages = latent_pages(params, of, col, io.k.block_type.shape[-2])
-    if keys.scales is not None:
+    if REST_FIRST:
         load_rest(io, keys, block, params, of, col, pages)
     for group in gl.static_range(GROUPS):
         load_group(io, keys, block, params, of, col, pages, group)
-    if keys.scales is None:
+    if not REST_FIRST:
         load_rest(io, keys, block, params, of, col, pages)
     return block.next()
 
@@ -78,7 +79,8 @@ def stored_producer(io, keys, share, params):
         segment, share = look(share, params)
         of = keys_of_segment(params, segment)
         for number in range(segment.start, segment.stop):
-            block = load_stored(io, keys, block, params, of, number * KEYS)
+            FIRST: gl.constexpr = keys.scales is not None
+            block = load_stored(io, keys, block, params, of, number * KEYS, FIRST)
 
 
 @gluon.jit

@@ -31,7 +31,7 @@ def pair_producer(io, keys, share, params):
         segment, share = look(share, params)
         of = keys_of_segment(params, segment)
         for number in range(BLOCKS * segment.start, BLOCKS * segment.stop):
-            block = load_stored(io, keys, block, params, of, number * KEYS)
+            block = load_stored(io, keys, block, params, of, number * KEYS, True)
 
 
 @gluon.jit

@@ -37,7 +37,6 @@ from heedful.kernels.hopper.mla.converting_consumer import (
     of_segment,
     output_rows,
     power_of_two,
-    query_box,
     query_factors,
     row_tops,
     store_scaled,
@@ -75,30 +74,51 @@ OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
 
 
 @gluon.jit
+def store_part(shared, q_MD, part):
+    """Stores 64 columns of queries beside columns of 8 bits as they are, in two boxes that have the
+    order of the left operands beside them."""
+    M: gl.constexpr = q_MD.shape[0]
+    pairs = q_MD.to(gl.float16, bitcast=True).reshape([M, HALF_BOX // 2, 2, 2])
+    first, second = gl.split(pairs.permute((0, 1, 3, 2)))
+    shared.q.index(2 * part).store(first.reshape([M, HALF_BOX]))
+    shared.q.index(2 * part + 1).store(second.reshape([M, HALF_BOX]))
+
+
+@gluon.jit
+def greater_sizes(x_MD, top_MD):
+    """Maxima of |x|, and of numbers that are not negative, all as bits of float16 or bfloat16."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 t; and.b32 t, $1, 0x7fff7fff; max.u16x2 $0, t, $2; }",
+        "=r,r,r",
+        [x_MD, top_MD],
+        gl.int16,
+        True,
+        2,
+    )
+
+
+@gluon.jit
 def load_query_half(io, shared, params, segment, CONSUMER: gl.constexpr):
     """Loads the queries of a segment to shared memory, as `load_scaled_queries` does: each consumer
-    half of them, and the second those past the values, too."""
+    half of them, and the second those past the values, too. They come as they are, and are
+    multiplied there. Loops, as instructions that run once wait for memory."""
     SCALED: gl.constexpr = io.scales is not None
+    dtype: gl.constexpr = io.q.ptr.dtype.element_ty
     narrow: gl.constexpr = query_layout(HALF_BOX)
+    wide: gl.constexpr = query_layout(WIDTH)
+    dims_D = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, wide))
     FIRST: gl.constexpr = CONSUMER * PARTS // 2
-    boxes = ()
-    top_M = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, narrow))
-    for box in gl.static_range(PARTS):
-        part = FIRST + box // 2
-        q_MD = query_box(io, params, segment, part * WIDTH, box % 2, HALF_BOX)
-        boxes = boxes + (q_MD,)
-        top_M = gl.maximum(top_M, row_tops(q_MD, narrow))
-    rest = ()
-    if CONSUMER == 1:
-        if SCALED:
-            wide: gl.constexpr = query_layout(WIDTH)
-            dims_D = PARTS * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, wide))
-            rest = (load_dims(io, params, segment, dims_D, wide),)
-        else:
-            for box in gl.static_range(2):
-                rest = rest + (query_box(io, params, segment, PARTS * WIDTH, box, HALF_BOX),)
-        for box in gl.static_range(len(rest)):
-            top_M = gl.maximum(top_M, row_tops(rest[box], narrow))
+    STOP: gl.constexpr = FIRST + PARTS // 2 + (0 if SCALED or CONSUMER == 0 else 1)
+    for part in gl.static_range(FIRST, STOP):
+        store_part(shared, load_dims(io, params, segment, part * WIDTH + dims_D, wide), part)
+    top_MD = gl.zeros([ROWS, HALF_BOX], gl.int16, narrow)
+    for box in range(2 * FIRST, 2 * STOP):
+        x_MD = shared.q.index(box).load(narrow).to(gl.int16, bitcast=True)
+        top_MD = greater_sizes(x_MD, top_MD)
+    top_M = gl.max(top_MD, 1).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+    if SCALED and CONSUMER == 1:
+        rest_MD = load_dims(io, params, segment, PARTS * WIDTH + dims_D, wide)
+        top_M = gl.maximum(top_M, row_tops(rest_MD, narrow))
     shared.tops.index(CONSUMER).store(top_M)
     # Both consumers have finished the segment before.
     sync_named(BOTH_BARRIER)
@@ -109,10 +129,13 @@ def load_query_half(io, shared, params, segment, CONSUMER: gl.constexpr):
         descale = of_segment(io.k_descale, segment)
         factor_M = gl.where(descale < 0.0, -factor_M, factor_M)
         scale *= gl.abs(descale)
-    for box in gl.static_range(PARTS):
-        store_scaled(shared.q.index(2 * FIRST + box), boxes[box], factor_M)
-    for box in gl.static_range(len(rest)):
-        store_scaled(shared.q_rest.index(box), rest[box], factor_M)
+    # ptxas: it does not know that this is 0, and so does not unroll the loop.
+    zero = gl.minimum(segment.seq.len_k, 0)
+    for box in range(zero + 2 * FIRST, 2 * STOP):
+        q_MD = shared.q.index(box).load(narrow).to(dtype, bitcast=True)
+        store_scaled(shared.q.index(box), q_MD, factor_M)
+    if SCALED and CONSUMER == 1:
+        store_scaled(shared.q_rest.index(0), rest_MD, factor_M)
     if CONSUMER == 0:
         # A masked score, an infinity, times 0 would be NaN.
         shared.scale.index(0).store(gl.maximum(back_M * scale, 1e-37))
@@ -140,60 +163,72 @@ def normal_scales(keys, block):
 
 
 @gluon.jit
-def multiply_part(operands, q, FIRST: gl.constexpr, zero, s_NM, use_acc: gl.constexpr):
+def multiply_part(operands, q, box, s_NM):
     """Starts adding the products of both operands of a part of the keys with the queries beside
-    them, boxes FIRST and FIRST + 1 of `q`. zero: as in `queries.query_box`."""
-    q_CM = q.index(FIRST + zero).permute((1, 0))
-    s_NM = warpgroup_mma(operands[0], q_CM, s_NM, use_acc=use_acc, is_async=True)
-    q_CM = q.index(FIRST + 1 + zero).permute((1, 0))
-    return warpgroup_mma(operands[1], q_CM, s_NM, is_async=True)
+    them, boxes `box` and `box` + 1 of `q`."""
+    s_NM = warpgroup_mma(operands[0], q.index(box).permute((1, 0)), s_NM, is_async=True)
+    return warpgroup_mma(operands[1], q.index(box + 1).permute((1, 0)), s_NM, is_async=True)
 
 
 @gluon.jit
-def part_of_keys(keys, block, scales, PART: gl.constexpr):
-    """Left operands from 64 columns of a block's keys."""
-    at = block.index * GROUPS + PART // 2
-    if PART % 2 == 0:
+def part_of_keys(keys, block, group, HALF: gl.constexpr, scales, GROUP: gl.constexpr):
+    """Left operands from 64 columns of a block's keys, half of a group. GROUP: `group`, if there are
+    scales."""
+    at = block.index * GROUPS + group
+    if HALF == 0:
         barrier.wait(keys.values.full.index(at), block.phase)
     pairs = pairs_of(keys.values.boxes.index(at))
-    pairs_NC = pairs.slice(PART % 2 * HALF_BOX, HALF_BOX, dim=1).load(OPERAND)
+    pairs_NC = pairs.slice(HALF * HALF_BOX, HALF_BOX, dim=1).load(OPERAND)
     if scales is None:
         return as_keys(pairs_NC)
     else:
-        return scaled_as_keys(pairs_NC, gl.convert_layout(scales[PART // 2], OPERAND))
+        return scaled_as_keys(pairs_NC, gl.convert_layout(scales[GROUP], OPERAND))
+
+
+@gluon.jit
+def plain_scores(shared, keys, block):
+    """k q^T of a block of keys. While the products of a part run, the next one is converted."""
+    # ptxas: no product runs where the loop begins again: otherwise all are serialised. As a loop,
+    # because a step's instructions do not fit the cache of instructions otherwise.
+    s_NM = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)
+    barrier.wait(keys.rest.full.index(block.index), block.phase)
+    operands = as_keys(pairs_of(keys.rest.boxes.index(block.index)).load(OPERAND))
+    s_NM = multiply_part(operands, shared.q, 2 * PARTS + opaque(0), s_NM)
+    operands = part_of_keys(keys, block, 0, 0, None, 0)
+    s_NM = warpgroup_mma_wait(0, deps=[s_NM])
+    barrier.arrive_each_warp(keys.rest.empty.index(block.index))
+    for group in range(GROUPS):
+        s_NM = multiply_part(operands, shared.q, 4 * group, s_NM)
+        second = part_of_keys(keys, block, group, 1, None, 0)
+        s_NM = multiply_part(second, shared.q, 4 * group + 2, s_NM)
+        s_NM = warpgroup_mma_wait(2, deps=[s_NM])
+        # Converted in vain after the last group.
+        operands = part_of_keys(keys, block, gl.minimum(group + 1, GROUPS - 1), 0, None, 0)
+        s_NM = warpgroup_mma_wait(0, deps=[s_NM])
+    return s_NM
 
 
 @gluon.jit
 def block_scores(shared, keys, block):
-    """(k q^T of a block of keys, box by box as each is loaded; exponents of keys' scales, if there
-    are scales)."""
-    zero = opaque(0)
-    s_NM = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)
-    scales, exponent_N1 = None, None
-    SCALED: gl.constexpr = keys.scales is not None
-    if keys.scales is not None:
+    """(k q^T of a block of keys, group by group as each is loaded; exponents of keys' scales, if
+    there are scales)."""
+    if keys.scales is None:
+        return plain_scores(shared, keys, block), None
+    else:
+        zero = opaque(0)
         barrier.wait(keys.rest.full.index(block.index), block.phase)
         q_DM = shared.q_rest.index(zero).permute((1, 0))
         k_ND = keys.rest.boxes.index(block.index)
+        s_NM = gl.zeros([KEYS, ROWS], gl.float32, LAYOUT)
         s_NM = warpgroup_mma(k_ND, q_DM, s_NM, use_acc=False, is_async=True)
         scales, exponent_N1 = normal_scales(keys, block)
         s_NM = warpgroup_mma_wait(0, deps=[s_NM]) * power_of_two(-exponent_N1)
-    for part in gl.static_range(PARTS):
-        operands = part_of_keys(keys, block, scales, part)
-        use_acc = part > 0 or SCALED
-        s_NM = multiply_part(operands, shared.q, 2 * part, zero, s_NM, use_acc)
-        # The registers of the products before these are free.
-        s_NM = warpgroup_mma_wait(2, deps=[s_NM])
-    if keys.scales is None:
-        barrier.wait(keys.rest.full.index(block.index), block.phase)
-        operands = as_keys(pairs_of(keys.rest.boxes.index(block.index)).load(OPERAND))
-        s_NM = multiply_part(operands, shared.q_rest, 0, zero, s_NM, True)
-    s_NM = warpgroup_mma_wait(0, deps=[s_NM])
-    if keys.scales is None:
-        barrier.arrive_each_warp(keys.rest.empty.index(block.index))
-    else:
-        s_NM *= power_of_two(exponent_N1)
-    return s_NM, exponent_N1
+        for part in gl.static_range(PARTS):
+            operands = part_of_keys(keys, block, part // 2, part % 2, scales, part // 2)
+            s_NM = multiply_part(operands, shared.q, 2 * part + zero, s_NM)
+            # The registers of the products before these are free.
+            s_NM = warpgroup_mma_wait(2, deps=[s_NM])
+        return warpgroup_mma_wait(0, deps=[s_NM]) * power_of_two(exponent_N1), exponent_N1
 
 
 @gluon.jit
@@ -206,29 +241,42 @@ def keep_scales(shared, keys, block, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def add_values(shared, keys, block, acc, BLOCK: gl.constexpr, CONSUMER: gl.constexpr):
-    """O^T += V^T P^T for a consumer's half of a block's values; releases them."""
-    zero = opaque(0)
-    for group in gl.static_range(GROUPS // 2):
-        at = block.index * GROUPS + CONSUMER * (GROUPS // 2) + group
+def pairs_of_values(keys, block, PART: gl.constexpr, CONSUMER: gl.constexpr):
+    """Pairs of columns of 32 keys, a quarter of a consumer's half of a block's values, in the layout
+    of a left operand. Releases the values with the second part of a group."""
+    at = block.index * GROUPS + CONSUMER * (GROUPS // 2) + PART // 2
+    if PART % 2 == 0:
         barrier.wait(keys.values.full.index(at), block.phase)
-        pairs = pairs_of(keys.values.boxes.index(at))
-        out = (acc[2 * group], acc[2 * group + 1])
-        for half in gl.static_range(2):
-            pairs_CN = pairs.slice(half * 32, 32, dim=0).permute((1, 0)).load(OPERAND)
-            if half == 1:
-                barrier.arrive_each_warp(keys.values.empty.index(at))
-            if keys.scales is None:
-                even, odd = as_values(pairs_CN)
-            else:
-                scales = shared.scales.index(BLOCK * GROUPS + CONSUMER * (GROUPS // 2) + group)
-                scale_1N = scales.slice(half * 32, 32, dim=1).load(OPERAND)
-                even, odd = scaled_as_values(pairs_CN, scale_1N)
-            p_NM = shared.p.index(BLOCK + zero).slice(half * 32, 32, dim=0)
-            even = warpgroup_mma(even, p_NM, out[0], is_async=True)
-            odd = warpgroup_mma(odd, p_NM, out[1], is_async=True)
-            out = warpgroup_mma_wait(2, deps=[even, odd])
-        acc = acc[: 2 * group] + out + acc[2 * group + 2 :]
+    pairs = pairs_of(keys.values.boxes.index(at)).slice(PART % 2 * 32, 32, dim=0)
+    pairs_CN = pairs.permute((1, 0)).load(OPERAND)
+    if PART % 2 == 1:
+        barrier.arrive_each_warp(keys.values.empty.index(at))
+    return pairs_CN
+
+
+@gluon.jit
+def add_values(shared, keys, block, acc, BLOCK: gl.constexpr, CONSUMER: gl.constexpr):
+    """O^T += V^T P^T for a consumer's half of a block's values; releases them. Each part is loaded
+    before the one before is converted."""
+    zero = opaque(0)
+    pairs_CN = pairs_of_values(keys, block, 0, CONSUMER)
+    for part in gl.static_range(GROUPS):
+        next_CN = pairs_CN
+        if part + 1 < GROUPS:
+            next_CN = pairs_of_values(keys, block, part + 1, CONSUMER)
+        if keys.scales is None:
+            even, odd = as_values(pairs_CN)
+        else:
+            scales = shared.scales.index(BLOCK * GROUPS + CONSUMER * (GROUPS // 2) + part // 2)
+            scale_1N = scales.slice(part % 2 * 32, 32, dim=1).load(OPERAND)
+            even, odd = scaled_as_values(pairs_CN, scale_1N)
+        p_NM = shared.p.index(BLOCK + zero).slice(part % 2 * 32, 32, dim=0)
+        even = warpgroup_mma(even, p_NM, acc[part // 2 * 2], is_async=True)
+        odd = warpgroup_mma(odd, p_NM, acc[part // 2 * 2 + 1], is_async=True)
+        # The registers of the products before these are free.
+        out = warpgroup_mma_wait(2, deps=[even, odd])
+        acc = acc[: part // 2 * 2] + out + acc[part // 2 * 2 + 2 :]
+        pairs_CN = next_CN
     return warpgroup_mma_wait(0, deps=[acc[0], acc[1], acc[2], acc[3]])
 
 
@@ -259,11 +307,34 @@ def store_flag(flag, value):
 
 
 @gluon.jit
-def rescaled(acc, l_LM, old_M, new_M):
+def no_sums():
+    """Sums of lanes of no keys."""
+    return lane_sums(gl.zeros([KEYS, ROWS], gl.float32, LAYOUT))
+
+
+@gluon.jit
+def add_sums(shared, l_LM, p_NM):
+    """Sums of lanes, and those of a block's probabilities."""
+    new_LM = lane_sums(p_NM)
+    if len(l_LM) == 0:
+        kept = shared.lanes.index(0)
+        kept.store(kept.load(new_LM.type.layout) + new_LM)
+        return l_LM
+    else:
+        return (l_LM[0] + new_LM,)
+
+
+@gluon.jit
+def rescaled(shared, acc, l_LM, old_M, new_M):
     """(outputs, sums of lanes) of a consumer, after references of rows have changed."""
     # A row without a reference has nothing to be scaled.
     alpha_M = gl.where(old_M == float("-inf"), 1.0, gl.exp2(old_M - new_M))
-    return scale_columns(acc, alpha_M), scale_sums(l_LM, alpha_M)
+    if len(l_LM) == 0:
+        kept = shared.lanes.index(0)
+        kept.store(scale_sums(kept.load(no_sums().type.layout), alpha_M))
+    else:
+        l_LM = (scale_sums(l_LM[0], alpha_M),)
+    return scale_columns(acc, alpha_M), l_LM
 
 
 @gluon.jit
@@ -278,7 +349,7 @@ def raise_references(shared, t_NM, acc, l_LM):
     shared.top.index(0).store(new_M)
     shared.shift.index(0).store(shift_M)
     store_flag(shared.flags.index(OPEN), vote_above(0.0 - new_M, float_bits(3e38)))
-    acc, l_LM = rescaled(acc, l_LM, old_M, new_M)
+    acc, l_LM = rescaled(shared, acc, l_LM, old_M, new_M)
     return s_NM - shift_M[None, :], acc, l_LM
 
 
@@ -305,7 +376,7 @@ def block_softmax(shared, keys, block, s_NM, exponent_N1, acc, l_LM, phase, BLOC
     barrier.arrive_each_warp(shared.p_full.index(BLOCK))
     if exponent_N1 is not None:
         p_NM *= power_of_two(-exponent_N1)
-    l_LM += lane_sums(p_NM)
+    l_LM = add_sums(shared, l_LM, p_NM)
     barrier.wait(shared.p_full.index(BLOCK), phase)
     return acc, l_LM
 
@@ -316,7 +387,7 @@ def follow(shared, acc, l_LM, phase, BLOCK: gl.constexpr):
     barrier.wait(shared.p_full.index(BLOCK), phase)
     if load_flag(shared.flags.index(BLOCK)) != 0:
         old_M = shared.before.index(0).load(COLUMNS)
-        acc, l_LM = rescaled(acc, l_LM, old_M, shared.top.index(0).load(COLUMNS))
+        acc, l_LM = rescaled(shared, acc, l_LM, old_M, shared.top.index(0).load(COLUMNS))
     return acc, l_LM
 
 
@@ -337,8 +408,11 @@ def first_steps(shared, keys, params, segment, bounds, block, phase, acc, l_LM):
     col = segment.start * params.tile.BLOCK_N
     if AHEAD:
         s_NM, exponent_N1 = own_scores(shared, keys, params, segment, bounds, block, col)
+        shared.scores.index(0).store(s_NM)
     for number in range(segment.start, segment.stop):
-        if not AHEAD:
+        if AHEAD:
+            s_NM, exponent_N1 = shared.scores.index(0).load(LAYOUT), None
+        else:
             col = number * params.tile.BLOCK_N
             s_NM, exponent_N1 = own_scores(shared, keys, params, segment, bounds, block, col)
         acc, l_LM = block_softmax(shared, keys, block, s_NM, exponent_N1, acc, l_LM, phase, 0)
@@ -349,6 +423,7 @@ def first_steps(shared, keys, params, segment, bounds, block, phase, acc, l_LM):
             if number + 1 < segment.stop:
                 col = (number + 1) * params.tile.BLOCK_N
                 s_NM, exponent_N1 = own_scores(shared, keys, params, segment, bounds, block, col)
+                shared.scores.index(0).store(s_NM)
         acc, l_LM = follow(shared, acc, l_LM, phase, 1)
         acc = add_values(shared, keys, second, acc, 1, 0)
         phase ^= 1
@@ -374,7 +449,9 @@ def second_steps(shared, keys, params, segment, bounds, block, phase, acc, l_LM)
 @gluon.jit
 def sums_of_both(shared, l_LM, layout: gl.constexpr, CONSUMER: gl.constexpr):
     """Sums of rows over the blocks of both consumers, whose references are equal by now."""
-    l_M = gl.convert_layout(all_sums(l_LM), layout)
+    if len(l_LM) == 0:
+        l_LM = (shared.lanes.index(0).load(no_sums().type.layout),)
+    l_M = gl.convert_layout(all_sums(l_LM[0]), layout)
     shared.sums.index(CONSUMER).store(l_M)
     sync_named(BOTH_BARRIER)
     return l_M + shared.sums.index(1 - CONSUMER).load(layout)
@@ -396,8 +473,11 @@ def converting_pair_consumer(io, shared, keys, share, params, CONSUMER: gl.const
             acc = ()
             for _ in gl.static_range(GROUPS):
                 acc = acc + (gl.zeros([PAIRS, ROWS], gl.float32, LAYOUT),)
-            l_LM = lane_sums(gl.zeros([KEYS, ROWS], gl.float32, LAYOUT))
+            l_LM = (no_sums(),)
             if CONSUMER == 0:
+                if shared.lanes is not None:
+                    shared.lanes.index(0).store(l_LM[0])
+                    l_LM = ()
                 block, phase, acc, l_LM = first_steps(
                     shared, keys, params, segment, bounds, block, phase, acc, l_LM
                 )

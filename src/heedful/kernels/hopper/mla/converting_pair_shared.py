@@ -17,8 +17,8 @@ PARTS: gl.constexpr = gl.constexpr(2 * GROUPS.value)  # of 64 columns, of the va
 
 @aggregate
 class PairShared:
-    """q: queries beside the values, in boxes of 32 columns, two for each 64. q_rest: the others:
-    two such boxes beside columns of 8 bits, one of 64 columns beside those of 16. p: probabilities
+    """q: queries beside columns of 8 bits, in boxes of 32 columns, two for each 64. q_rest: those
+    beside columns of 16 bits, or None. p: probabilities
     of each block. scales: those of each block's keys in float16, by groups; None without scales.
 
     Numbers of rows: top: references. shift: the same, or 0 where there is none. before: references
@@ -30,8 +30,10 @@ class PairShared:
     """
 
     q: gl.shared_memory_descriptor
-    q_rest: gl.shared_memory_descriptor
+    q_rest: gl.shared_memory_descriptor | gl.constexpr
     p: gl.shared_memory_descriptor
+    scores: gl.shared_memory_descriptor | gl.constexpr
+    lanes: gl.shared_memory_descriptor | gl.constexpr
     scales: gl.shared_memory_descriptor | gl.constexpr
     top: gl.shared_memory_descriptor
     shift: gl.shared_memory_descriptor
@@ -45,20 +47,27 @@ class PairShared:
     @gluon.jit
     def allocate(of_rest: gl.constexpr, SCALED: gl.constexpr):
         dtype: gl.constexpr = gl.float16
-        REST: gl.constexpr = WIDTH if SCALED else HALF_BOX
-        rest_dtype: gl.constexpr = of_rest if SCALED else dtype
+        BOXES: gl.constexpr = 2 * PARTS if SCALED else 2 * PARTS + 2
         of_q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF_BOX], dtype)
-        of_q_rest: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, REST], rest_dtype)
         of_p: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        scales = None
+        q_rest, scores, lanes, scales = None, None, None, None
+        if not SCALED:
+            rows_apart: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+            scores = gl.allocate_shared_memory(gl.float32, [1, KEYS, ROWS], rows_apart)
+            lanes_apart: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+            lanes = gl.allocate_shared_memory(gl.float32, [1, 4, 8, ROWS], lanes_apart)
         if SCALED:
+            of_q_rest: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], of_rest)
+            q_rest = gl.allocate_shared_memory(of_rest, [1, ROWS, WIDTH], of_q_rest)
             by_key: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
             scales = gl.allocate_shared_memory(dtype, [BLOCKS * GROUPS, 1, KEYS], by_key)
         return PairShared(
-            gl.allocate_shared_memory(dtype, [2 * PARTS, ROWS, HALF_BOX], of_q),
-            gl.allocate_shared_memory(rest_dtype, [WIDTH // REST, ROWS, REST], of_q_rest),
+            gl.allocate_shared_memory(dtype, [BOXES, ROWS, HALF_BOX], of_q),
+            q_rest,
             gl.allocate_shared_memory(dtype, [BLOCKS, KEYS, ROWS], of_p),
+            scores,
+            lanes,
             scales,
             gl.allocate_shared_memory(gl.float32, [1, ROWS], plain),
             gl.allocate_shared_memory(gl.float32, [1, ROWS], plain),
