@@ -26,9 +26,10 @@ from heedful.kernels.split_kv.results import (
 
 
 @gluon.jit
-def store_whole(io, params, segment, row, x_ME, m_M, l_M, FIRST: gl.constexpr):
+def store_whole(io, params, segment, row, x_ME, m_M, l_M, FIRST: gl.constexpr, scale=None):
     """Stores columns from FIRST on of rows from `row` on, with the sink, and beside column 0 the
-    log-sum-exp. Maxima are in base 2. Rows that are stored but not in use get 0 and -inf."""
+    log-sum-exp. Maxima are in base 2. Rows that are stored but not in use get 0 and -inf. scale: a
+    factor of all values, or None."""
     layout: gl.constexpr = x_ME.type.layout
     group = params.shape.heads_q // params.shape.heads_k
     rows_M = row + gl.arange(0, x_ME.shape[0], layout=gl.SliceLayout(1, layout))
@@ -38,6 +39,8 @@ def store_whole(io, params, segment, row, x_ME, m_M, l_M, FIRST: gl.constexpr):
     used_M = pos_M < segment.seq.len_q
     m_M, l_M, times_M = with_sink(params.sink, head_M, m_M, l_M, False)
     inverse_M = gl.where(used_M & (l_M != 0.0), times_M / l_M, 0.0)
+    if scale is not None:
+        inverse_M *= scale
     x_ME = gl.where(used_M[:, None], x_ME * inverse_M[:, None], 0.0)
     at_M = (segment.seq.token_q + pos_M) * io.out.stride_n + head_M * io.out.stride_h
     out = io.out.ptr + segment.b.to(gl.int64) * io.out.stride_b
@@ -51,12 +54,12 @@ def store_whole(io, params, segment, row, x_ME, m_M, l_M, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def store_columns(io, params, segment, row, acc, m_M, l_M, FIRST: gl.constexpr):
+def store_columns(io, params, segment, row, acc, m_M, l_M, FIRST: gl.constexpr, scale):
     """Stores a consumer's columns, from FIRST on."""
+    COLUMNS: gl.constexpr = acc[0].shape[1]
     for which in gl.static_range(len(acc)):
-        store_whole(
-            io, params, segment, row, acc[which], m_M, l_M, FIRST + which * acc[which].shape[1]
-        )
+        x_ME = acc[which]
+        store_whole(io, params, segment, row, x_ME, m_M, l_M, FIRST + which * COLUMNS, scale)
 
 
 @gluon.constexpr_function
@@ -124,14 +127,18 @@ def rows_of_tile(params, segment):
 
 
 @gluon.jit
-def store_partial(params, segment, acc, m_M, l_M, CONSUMER: gl.constexpr):
-    """Stores a segment's normalised results, and the maximum and sum of its rows."""
+def store_partial(params, segment, acc, m_M, l_M, CONSUMER: gl.constexpr, scale):
+    """Stores a segment's normalised results times `scale`, if there is one, and the maximum and sum
+    of its rows."""
     E: gl.constexpr = params.tile.BLOCK_E
     layout: gl.constexpr = acc[0].type.layout
     rows_M = opaque(0) + gl.arange(0, acc[0].shape[0], layout=gl.SliceLayout(1, layout))
     COLUMNS: gl.constexpr = acc[0].shape[1]
     dims_E = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    acc = scale_output(acc, 1.0 / gl.where(l_M == 0.0, 1.0, l_M))
+    inverse_M = 1.0 / gl.where(l_M == 0.0, 1.0, l_M)
+    if scale is not None:
+        inverse_M *= scale
+    acc = scale_output(acc, inverse_M)
     first = slot_row(params, segment.partials.slot, CONSUMER)
     kept_M = rows_M < rows_of_tile(params, segment)
     out = params.work.merge.partial_out + first * E
@@ -290,19 +297,19 @@ def merge_tile(
 
 @gluon.jit
 def finish_segment(
-    io, params, segment, acc, m_M, l_M, CONSUMER: gl.constexpr, FEW: gl.constexpr = 16
+    io, params, segment, acc, m_M, l_M, CONSUMER: gl.constexpr, FEW: gl.constexpr = 16, scale=None
 ):
-    """Stores a consumer's results of a segment; if it is the last of its work tile to finish,
-    merges all of them, unless MERGE. FEW: work tiles of at most so many rows merge more segments at
-    once."""
+    """Stores a consumer's results of a segment, times `scale` if there is one; if it is the last of
+    its work tile to finish, merges all of them, unless MERGE. FEW: work tiles of at most so many
+    rows merge more segments at once."""
     FIRST: gl.constexpr = CONSUMER * params.tile.BLOCK_E
     row0 = opaque(segment.row0)
     if params.work.merge.partial_out is None:  # noqa: SIM114  (known when compiling, and `or` is not)
-        store_columns(io, params, segment, row0, acc, m_M, l_M, FIRST)
+        store_columns(io, params, segment, row0, acc, m_M, l_M, FIRST, scale)
     elif segment.partials.count == 1:
-        store_columns(io, params, segment, row0, acc, m_M, l_M, FIRST)
+        store_columns(io, params, segment, row0, acc, m_M, l_M, FIRST, scale)
     else:
-        store_partial(params, segment, acc, m_M, l_M, CONSUMER)
+        store_partial(params, segment, acc, m_M, l_M, CONSUMER, scale)
         # All threads have stored their results before the count says so.
         gl.barrier()
         counter = counter_of(params, segment, CONSUMER)

@@ -329,17 +329,23 @@ def stream_stored(shared, keys, segment, block, scale_M, params):
 
 
 @gluon.jit
-def output_rows(io, acc, segment):
+def output_rows(acc):
     """The output as (rows, columns), of which each tensor has 128."""
     acc = rows_first(acc)
     out = ()
     for group in gl.static_range(len(acc) // 2):
         both = gl.join(acc[2 * group], acc[2 * group + 1])
-        out_ME = gl.reshape(both, [both.shape[0], COLUMNS])
-        if io.v_descale.ptr is not None:
-            out_ME = out_ME * of_segment(io.v_descale, segment)
-        out = out + (out_ME,)
+        out = out + (gl.reshape(both, [both.shape[0], COLUMNS]),)
     return out
+
+
+@gluon.jit
+def scale_of_values(io, segment):
+    """The descale of a segment's values, or None."""
+    if io.v_descale.ptr is not None:
+        return of_segment(io.v_descale, segment)
+    else:
+        return None
 
 
 @gluon.jit
@@ -352,9 +358,11 @@ def converting_consumer(io, shared, keys, share, params):
         if segment.start < segment.stop:
             scale_M = load_scaled_queries(io, shared, params, segment)
             acc, m_M, l_LM, block = stream_stored(shared, keys, segment, block, scale_M, params)
-            out = output_rows(io, acc, segment)
+            out = output_rows(acc)
             rows: gl.constexpr = gl.SliceLayout(1, out[0].type.layout)
             l_M = gl.convert_layout(all_sums(l_LM), rows)
-            finish_segment(io, params, segment, out, gl.convert_layout(m_M, rows), l_M, 0)
+            m_M = gl.convert_layout(m_M, rows)
+            scale = scale_of_values(io, segment)
+            finish_segment(io, params, segment, out, m_M, l_M, 0, scale=scale)
     if params.tile.MERGE and params.work.merge.partial_out is not None:
         merge_share(io, params, whole, 0)

@@ -39,6 +39,7 @@ from heedful.kernels.hopper.mla.converting_consumer import (
     power_of_two,
     query_factors,
     row_tops,
+    scale_of_values,
     store_scaled,
 )
 from heedful.kernels.hopper.mla.converting_pair_shared import HALF_BOX, PARTS
@@ -259,10 +260,11 @@ def add_values(shared, keys, block, acc, BLOCK: gl.constexpr, CONSUMER: gl.const
     """O^T += V^T P^T for a consumer's half of a block's values; releases them. Each part is loaded
     before the one before is converted."""
     zero = opaque(0)
+    AHEAD: gl.constexpr = keys.scales is None
     pairs_CN = pairs_of_values(keys, block, 0, CONSUMER)
     for part in gl.static_range(GROUPS):
         next_CN = pairs_CN
-        if part + 1 < GROUPS:
+        if AHEAD and part + 1 < GROUPS:
             next_CN = pairs_of_values(keys, block, part + 1, CONSUMER)
         if keys.scales is None:
             even, odd = as_values(pairs_CN)
@@ -276,6 +278,8 @@ def add_values(shared, keys, block, acc, BLOCK: gl.constexpr, CONSUMER: gl.const
         # The registers of the products before these are free.
         out = warpgroup_mma_wait(2, deps=[even, odd])
         acc = acc[: part // 2 * 2] + out + acc[part // 2 * 2 + 2 :]
+        if not AHEAD and part + 1 < GROUPS:
+            next_CN = pairs_of_values(keys, block, part + 1, CONSUMER)
         pairs_CN = next_CN
     return warpgroup_mma_wait(0, deps=[acc[0], acc[1], acc[2], acc[3]])
 
@@ -485,10 +489,11 @@ def converting_pair_consumer(io, shared, keys, share, params, CONSUMER: gl.const
                 block, phase, acc, l_LM = second_steps(
                     shared, keys, params, segment, bounds, block, phase, acc, l_LM
                 )
-            out = output_rows(io, acc, segment)
+            out = output_rows(acc)
             rows: gl.constexpr = gl.SliceLayout(1, out[0].type.layout)
             l_M = sums_of_both(shared, l_LM, rows, CONSUMER)
             m_M = shared.top.index(0).load(rows)
-            finish_segment(io, params, segment, out, m_M, l_M, CONSUMER)
+            scale = scale_of_values(io, segment)
+            finish_segment(io, params, segment, out, m_M, l_M, CONSUMER, scale=scale)
     if params.tile.MERGE and params.work.merge.partial_out is not None:
         merge_share(io, params, whole, CONSUMER)
