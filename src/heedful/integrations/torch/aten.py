@@ -386,11 +386,11 @@ def _heads_first(
     results = None if dropout_p else ways.find(key_of_way, (query, key, value))
     if results is None:
         results = _bare(_new_forward, query, key, value, dropout_p, seed, facts, key_of_way)
-    return results[0].transpose(1, 2), results[1]
+    return results[0], results[1] if has_lse else None
 
 
 def _new_forward(query, key, value, dropout_p, seed, facts, key_of_way) -> tuple:
-    """(out, lse) of (batch, rows, heads, dim) of a call that is not known."""
+    """(out, lse or None) of a call that is not known."""
     is_causal, scale, top_left, rows_first, has_lse, deterministic = facts
     q, k, v, causal, window = _aligned(query, key, value, is_causal, top_left)
     out = None if rows_first or _in_order(q) else _like(q, (*q.shape[:3], v.shape[3]))
@@ -398,7 +398,8 @@ def _new_forward(query, key, value, dropout_p, seed, facts, key_of_way) -> tuple
     results = attend(q, k, v, None, options, out, seed, library.attend)
     if not dropout_p:
         ways.keep_forward(key_of_way, (query, key, value), (q, k, v), options, out)
-    return results if has_lse else (results, None)
+    out, lse = results if has_lse else (results, None)
+    return out.transpose(1, 2), lse
 
 
 def _heads_first_backward(
@@ -425,8 +426,7 @@ def _heads_first_backward(
     grads = None if dropout_p else ways.find(key_of_way, received)
     if grads is None:
         return _bare(_new_backward, *received, dropout_p, state, facts, key_of_way)
-    dq, dk, dv, *_ = grads
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    return tuple(grads)
 
 
 def _new_backward(query, key, value, out, lse, dout, dropout_p, state, facts, key_of_way):

@@ -33,17 +33,27 @@ def find(key: tuple, received: Sequence[Tensor]) -> Any:
 
 
 def keep_forward(key: tuple, received: Sequence[Tensor], qkv: tuple, options: Options, out) -> None:
-    """Keeps the call that ran last, if it needs but addresses and came before that. qkv: its
-    operands. out: what it wrote into, None if it made that."""
+    """Keeps the call that ran last, if it needs but addresses and came before that: its results are
+    a list of out, heads before rows, and of lse if that is asked for. qkv: its operands. out: what
+    it wrote into, None if it made that."""
     q, k, v = qkv
     call = _latest(q, k, v, options, out)
-    if call is not None and out is None:
-        _keep(key, received, qkv, call.run_on)
-    elif call is not None:
-        lie = out.shape, out.stride()
-        new = partial(torch.empty_strided, *lie, dtype=out.dtype, device=out.device)
-        run_on: Any = call.run_on
-        _keep(key, received, qkv, lambda addresses: run_on(addresses, new()))
+    if call is None:
+        return
+    run = call.runner.turned(out)
+    if out is None:
+        _keep(key, received, qkv, run)
+        return
+    heads_first = out.transpose(1, 2)
+    lie = heads_first.shape, heads_first.stride()
+    new = partial(torch.empty_strided, *lie, dtype=out.dtype, device=out.device)
+
+    def run_on(addresses: list[int]) -> list[Tensor]:
+        made = new()
+        addresses.append(made.data_ptr())
+        return [made, *run(addresses)]
+
+    _keep(key, received, qkv, run_on)
 
 
 def _latest(q: Tensor, k: Tensor, v: Tensor, options: Options, out=None) -> Call | None:
@@ -59,10 +69,11 @@ def _latest(q: Tensor, k: Tensor, v: Tensor, options: Options, out=None) -> Call
 
 def keep_backward(key: tuple, received: Sequence[Tensor], call: Any, tensors, slot: int) -> None:
     """Keeps the backward of a call, if its latest one needs but the addresses of these tensors:
-    operands, out, lse and dout. slot: as of Backwards."""
+    operands, out, lse and dout. Its results are dq, dk and dv, heads before rows. slot: as of
+    Backwards."""
     layout = call and call.backwards.latest[slot]
     if layout and layout.run_on and layout.likeness and layout.likeness.addresses(tensors):
-        _keep(key, received, tensors, layout.run_on)
+        _keep(key, received, tensors, layout.run.turned())
 
 
 def _keep(key: tuple, received: Sequence[Tensor], tensors: Sequence[Tensor], run_on) -> None:

@@ -183,6 +183,14 @@ class GpuRunner:
         kept. numbers: as in `at`. addresses, results: as in `run_on`."""
         return as_results(self.case.once(numbers, addresses), self._like.keeps_rest)
 
+    def turned(self, out: torch.Tensor | None) -> Run:
+        """The bound forward, whose output comes with heads before rows. out: a tensor (B, M, H, E)
+        of the memory that the caller gives instead."""
+        if out is None:
+            return self.case.bind(self._numbers, 1)
+        case, numbers = self._into(out)
+        return case.bind(numbers)
+
     def bind(self) -> None:
         """Compiles, loads and keeps the forward, for a caller that writes something before it
         runs."""
@@ -265,7 +273,7 @@ class GpuBackward:
     have gradients besides dq, dk and dv. copied: names of the copied ones.
     """
 
-    __slots__ = ("copied", "kinds", "_cases", "_others", "_pick", "_run", "_sizes")
+    __slots__ = ("copied", "kinds", "_bind", "_cases", "_others", "_pick", "_run", "_sizes")
 
     def __init__(self, plan: Plan, kinds: Kinds, x, out, lse, dout, dlse, laid_out=False, into=()):
         """kinds: the forward's `backwards`. laid_out: a gradient is dense, with its dims in the
@@ -313,7 +321,8 @@ class GpuBackward:
 
         self._cases = kinds.of((laid_out, kind))
         case, numbers = self._cases.find(values, make)
-        self._run: Run = case.bind(numbers)
+        self._bind = partial(case.bind, numbers)
+        self._run: Run = self._bind()
         aligned = all([array.aligned for array in kind[2:]])
         is_simple = aligned and not self.copied and len(names) == 3 and not into
         self.kinds = kind[2:] if is_simple else ()
@@ -332,7 +341,8 @@ class GpuBackward:
         made = object.__new__(GpuBackward)
         made._cases, made._sizes, made.kinds = self._cases, self._sizes, self.kinds
         made.copied, made._pick, made._others = self.copied, self._pick, self._others
-        made._run = partial(case.once, numbers) if once else case.bind(numbers)
+        made._bind = partial(case.bind, numbers)
+        made._run = partial(case.once, numbers) if once else made._bind()
         return made
 
     def __call__(self, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:
@@ -353,6 +363,11 @@ class GpuBackward:
         drel_bias = more.pop() if self._others[1] else None
         dsink = more.pop() if self._others[0] else None
         return Gradients(dq, dk, dv, more.pop() if more else None, dsink, drel_bias)
+
+    def turned(self) -> Run:
+        """As `run_on` of a backward that makes dq, dk and dv alone, which come in a list, with heads
+        before rows."""
+        return self._bind(3)
 
     def _mappable(self, x: Operands, dout: torch.Tensor) -> tuple[Operands, torch.Tensor]:
         """These tensors, with copies of those for which there can be no tensor map."""

@@ -132,14 +132,20 @@ class Case:
         self.outputs += [*places, size]
         return slice(begin, begin + len(places))
 
-    def bind(self, numbers: Sequence[int | float]) -> Run:
-        """A function that runs the program with these numbers, in the order of `outputs`. Raises as
-        `kernels`."""
+    def bind(self, numbers: Sequence[int | float], turned: int = 0) -> Run:
+        """A function that runs the program with these numbers, in the order of `outputs`. turned:
+        so many of what it makes, of four dims, come with the middle dims exchanged, without a view.
+        Raises as `kernels`."""
         launch, make = self.kernels(numbers).bind(numbers), self._make
         scratch, zeroed = self.places(numbers)
         if zeroed is not None:
             launch = self._with_zeros(launch, *zeroed)
-        makers = [partial(make, numbers[s], numbers[t], dtype) for s, t, dtype in self._made]
+        makers = []
+        for place, (s, t, dtype) in enumerate(self._made):
+            lies = numbers[s], numbers[t]
+            if place < turned:
+                lies = [(a, c, b, d) for a, b, c, d in lies]
+            makers.append(partial(make, *lies, dtype))
         index, device, begins = self.index, self.device, self._begins
         within, size = scratch or ((), 0)
         shape = (size,)
