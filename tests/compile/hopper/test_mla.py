@@ -175,19 +175,22 @@ def test_values_of_8_bits_become_left_operands_by_one_conversion_for_two_and_no_
 def test_both_consumers_of_64_rows_convert_half_as_often_and_their_products_are_not_in_turn(name):
     code, labels, branches = sass_of(name)
     loops = [(labels[to], at + 1) for at, to in branches if labels.get(to, at + 1) <= at]
-    # Nine boxes of keys by queries, and of both blocks' values a half each, of four products.
+    is_rows = PROBLEMS[name]["kv_dtype"] == LATENT_ROWS
+    # Nine boxes of keys by queries, and of both blocks' values a half each, of four products. The
+    # eight boxes of plain keys are a loop over four pairs of them.
+    boxes = 9 if is_rows else 3
     found = {b: measure(code[slice(*b)]) for b in loops}
-    steps = [b for b, sass in found.items() if sass.wgmma == 4 * (9 + 8) and not sass.tma]
+    steps = [b for b, sass in found.items() if sass.wgmma == 4 * (boxes + 8) and not sass.tma]
     inner = [b for b in steps if not any(b[0] <= c[0] and c[1] <= b[1] and b != c for c in steps)]
     assert len(inner) == 2
-    is_rows = PROBLEMS[name]["kv_dtype"] == LATENT_ROWS
-    keys, values = (512 if is_rows else 576) // 2, 512 // 2
+    # For 128 keys, as many as for 64 where one consumer has them all; a loop converts the part that
+    # follows, and so the first one stands before it.
+    keys, values = (512 if is_rows else 64 * (boxes + 1)) // 2, 512 // 2
     for begin, end in inner:
         words = [instruction.text for instruction in code[begin:end]]
-        assert sum("64x64x16" in text for text in words) == 4 * (9 + 8)
-        # For 128 keys, as many as for 64 where one consumer has them all.
+        assert sum("64x64x16" in text for text in words) == 4 * (boxes + 8)
         assert sum("F2FP.F16.E4M3.UNPACK" in text for text in words) == (keys + values) // 2
         # Where products are serialised each has a wait behind it.
-        assert sum("WARPGROUP.DEPBAR" in text for text in words) <= 9 + 2 * 5 + 1
-        # Scores that are ahead of a product leave few registers.
-        assert found[begin, end].spills <= 130
+        waits = 9 + 2 * 5 + 1 if is_rows else 1 + 2 + 2 * 5
+        assert sum("WARPGROUP.DEPBAR" in text for text in words) <= waits
+        assert found[begin, end].spills <= 60
