@@ -4,6 +4,7 @@ packed, as they learn and as they generate."""
 import pytest
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, QuantizedLayer
 
 from heedful.integrations.transformers import paths, reset_paths
 from support.integrations.language_models import (
@@ -183,6 +184,29 @@ def test_generation_with_other_caches_equals_eager(family, way):
     given = {"input_ids": tokens(), "attention_mask": padded_left()}
     found = both(model(family), lambda made: generated(made, given, WAYS[way]))
     assert torch.equal(*found)
+
+
+class Int8(QuantizedLayer):
+    """A cache's layer as those that need a package of quantisation."""
+
+    def _quantize(self, tensor, axis):
+        scale = tensor.abs().amax(-1, keepdim=True) / 127 + 1e-9
+        return (tensor / scale).round().to(torch.int8), scale
+
+    def _dequantize(self, q_tensor):
+        numbers, scale = q_tensor
+        return numbers * scale
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
+def test_generation_with_a_quantised_cache_equals_eager(family):
+    given = {"input_ids": tokens(), "attention_mask": padded_left()}
+
+    def run(made) -> Tensor:
+        layers = [Int8(residual_length=4) for _ in range(made.config.num_hidden_layers)]
+        return generated(made, given, {"past_key_values": Cache(layers=layers)})
+
+    assert torch.equal(*both(model(family), run))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
