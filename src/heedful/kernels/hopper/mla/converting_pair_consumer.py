@@ -42,10 +42,9 @@ from heedful.kernels.hopper.mla.converting_consumer import (
     scale_of_values,
     store_scaled,
 )
-from heedful.kernels.hopper.mla.converting_pair_shared import HALF_BOX, PARTS
+from heedful.kernels.hopper.mla.converting_pair_shared import HALF_BOX, PARTS, lanes_apart
 from heedful.kernels.hopper.mla.queries import load_dims, query_layout
 from heedful.kernels.hopper.mla.swap_ab_consumer import (
-    all_sums,
     lane_sums,
     masked_keys,
     scale_columns,
@@ -53,7 +52,8 @@ from heedful.kernels.hopper.mla.swap_ab_consumer import (
 )
 from heedful.kernels.hopper.sm90 import barrier
 from heedful.kernels.hopper.sm90.barrier import FIRST_NAMED, sync_named
-from heedful.kernels.hopper.sm90.compat import inline_asm, opaque
+from heedful.kernels.hopper.mla.shared import BLOCKS
+from heedful.kernels.hopper.sm90.compat import inline_asm, opaque, reinterpret
 from heedful.kernels.hopper.sm90.mma import ROWS, scores_layout
 from heedful.kernels.hopper.sm90.pipeline import PipelineState
 from heedful.kernels.hopper.sm90.softmax import (
@@ -452,13 +452,19 @@ def second_steps(shared, keys, params, segment, bounds, block, phase, acc, l_LM)
 
 @gluon.jit
 def sums_of_both(shared, l_LM, layout: gl.constexpr, CONSUMER: gl.constexpr):
-    """Sums of rows over the blocks of both consumers, whose references are equal by now."""
+    """Sums of rows over the blocks of both consumers, whose references are equal by now. They meet
+    where probabilities were."""
+    # Both consumers' products have read the probabilities.
+    sync_named(BOTH_BARRIER)
     if len(l_LM) == 0:
         l_LM = (shared.lanes.index(0).load(no_sums().type.layout),)
-    l_M = gl.convert_layout(all_sums(l_LM[0]), layout)
-    shared.sums.index(CONSUMER).store(l_M)
+    lanes = reinterpret(shared.p, gl.float32, [BLOCKS, 32, ROWS], lanes_apart(2))
+    lanes.index(CONSUMER).store(l_LM[0].reshape([32, ROWS]))
     sync_named(BOTH_BARRIER)
-    return l_M + shared.sums.index(1 - CONSUMER).load(layout)
+    # Each thread adds half of a row's.
+    halves: gl.constexpr = gl.BlockedLayout([32, 1], [1, 32], [2, 2], [1, 0])
+    lanes = reinterpret(shared.p, gl.float32, [1, BLOCKS * 32, ROWS], lanes_apart(2)).index(0)
+    return gl.convert_layout(gl.sum(lanes.load(halves), 0), layout)
 
 
 @gluon.jit

@@ -15,6 +15,13 @@ HALF_BOX: gl.constexpr = gl.constexpr(32)  # columns of a left operand that 64 s
 PARTS: gl.constexpr = gl.constexpr(2 * GROUPS.value)  # of 64 columns, of the values
 
 
+@gluon.constexpr_function
+def lanes_apart(rank):
+    """The layout of float32 numbers (..., lanes, rows), in which eight lanes that each store eight
+    bytes of their rows are in different banks."""
+    return gl.SwizzledSharedLayout(8, 1, 8, list(reversed(range(rank))))
+
+
 @aggregate
 class PairShared:
     """q: queries beside columns of 8 bits, in boxes of 32 columns, two for each 64. q_rest: those
@@ -22,8 +29,7 @@ class PairShared:
     of each block. scales: those of each block's keys in float16, by groups; None without scales.
 
     Numbers of rows: top: references. shift: the same, or 0 where there is none. before: references
-    before they last changed. scale: factors of scores. sums: of each consumer, at the end of a
-    segment. tops: the greatest sizes in the queries that each consumer loads.
+    before they last changed. scale: factors of scores.  tops: the greatest sizes in the queries that each consumer loads.
 
     flags: whether each block changed references; whether a row has none. p_full: barriers of the
     probabilities of each block.
@@ -39,7 +45,6 @@ class PairShared:
     shift: gl.shared_memory_descriptor
     before: gl.shared_memory_descriptor
     scale: gl.shared_memory_descriptor
-    sums: gl.shared_memory_descriptor
     tops: gl.shared_memory_descriptor
     flags: gl.shared_memory_descriptor
     p_full: gl.shared_memory_descriptor
@@ -53,10 +58,8 @@ class PairShared:
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         q_rest, scores, lanes, scales = None, None, None, None
         if not SCALED:
-            rows_apart: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-            scores = gl.allocate_shared_memory(gl.float32, [1, KEYS, ROWS], rows_apart)
-            lanes_apart: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-            lanes = gl.allocate_shared_memory(gl.float32, [1, 4, 8, ROWS], lanes_apart)
+            scores = gl.allocate_shared_memory(gl.float32, [1, KEYS, ROWS], lanes_apart(2))
+            lanes = gl.allocate_shared_memory(gl.float32, [1, 4, 8, ROWS], lanes_apart(3))
         if SCALED:
             of_q_rest: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], of_rest)
             q_rest = gl.allocate_shared_memory(of_rest, [1, ROWS, WIDTH], of_q_rest)
@@ -73,7 +76,6 @@ class PairShared:
             gl.allocate_shared_memory(gl.float32, [1, ROWS], plain),
             gl.allocate_shared_memory(gl.float32, [1, ROWS], plain),
             gl.allocate_shared_memory(gl.float32, [1, ROWS], plain),
-            gl.allocate_shared_memory(gl.float32, [BLOCKS, ROWS], plain),
             gl.allocate_shared_memory(gl.float32, [BLOCKS, ROWS], plain),
             gl.allocate_shared_memory(gl.int32, [BLOCKS + 1, 1], plain),
             barriers(BLOCKS, 4),
