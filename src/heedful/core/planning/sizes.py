@@ -13,7 +13,7 @@ from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.device import DeviceSpec
 from heedful.core.base.frozen import dataclass
 from heedful.core.base.symbols import if_above, larger, smaller
-from heedful.core.call.problem import ITEM_BITS, AttentionProblem
+from heedful.core.call.problem import ITEM_BITS, LATENT_ROWS, AttentionProblem
 from heedful.core.planning.splits import (
     asked_splits,
     choose_backward_splits,
@@ -367,6 +367,7 @@ def _shared_keys(
     kernel: str,
     evens: bool = False,
     consumers: int = 1,
+    halves: bool = False,
 ):
     """Programs that fill the device, the same number for each line of work tiles, or fewer if there
     is less to do. Scratch for two segments of each share, or, if the caller fixes the splits, for
@@ -374,7 +375,9 @@ def _shared_keys(
 
     evens: whether shares are those of `_even_shares`, a few less where equal lengths then have
     fewer segments. In a mixed batch nobody knows how many sequences are short, so there they are
-    not. consumers: how many share the columns; each has its own scratch and counters."""
+    not. consumers: how many share the columns; each has its own scratch and counters.
+    halves: whether partial results are float16, over values of 8 bits that a head has one scale
+    for, which they lack."""
     config, heads = plan.configs[kernel], problem.heads_k
     assert isinstance(config, SharedKeysConfig)
     tiles, all_units = _decode_tiles(plan, config, problem)
@@ -399,8 +402,9 @@ def _shared_keys(
     slots = consumers * (units * splits if splits else 2 * programs)
     kept = config.kept_rows(problem)
     dim = pow2(problem.head_dim_v // consumers, LEAST_COLUMNS)
+    dtype = "float16" if halves and problem.kv_dtype != LATENT_ROWS else "float32"
     return launches, (
-        Workspace.of("partial_out", slots, kept, dim),
+        Workspace.of("partial_out", slots, kept, dim, dtype=dtype),
         Workspace.of("partial_sums", slots, kept, 2),
         # Counters of the finished segments of each work tile: 0 again after the merge.
         Workspace.of("counts", consumers * units, dtype="int32", zeroed=True, left_zero=True),
@@ -422,7 +426,11 @@ _FORWARD = {
     "mla_swap_ab.forward": partial(_shared_keys, kernel="mla_swap_ab.forward", evens=True),
     "mla_converting.forward": partial(_shared_keys, kernel="mla_converting.forward", evens=True),
     "mla_converting_pair.forward": partial(
-        _shared_keys, kernel="mla_converting_pair.forward", evens=True, consumers=2
+        _shared_keys,
+        kernel="mla_converting_pair.forward",
+        evens=True,
+        consumers=2,
+        halves=True,
     ),
     "decode.forward": partial(_shared_keys, kernel="decode.forward"),
     "hopper_decode.forward": partial(_shared_keys, kernel="hopper_decode.forward", evens=True),

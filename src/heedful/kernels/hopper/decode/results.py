@@ -26,6 +26,18 @@ from heedful.kernels.split_kv.results import (
 
 
 @gluon.jit
+def scale_of(descale, segment):
+    """The scale of a segment's values, None if there is none. descale: of their KV heads; None too
+    if they have none."""
+    if descale is None:
+        return None
+    elif descale.ptr is None:
+        return None
+    else:
+        return gl.load(descale.ptr + segment.b * descale.stride_b + segment.g * descale.stride_h)
+
+
+@gluon.jit
 def store_whole(io, params, segment, row, x_ME, m_M, l_M, FIRST: gl.constexpr, scale=None):
     """Stores columns from FIRST on of rows from `row` on, with the sink, and beside column 0 the
     log-sum-exp. Maxima are in base 2. Rows that are stored but not in use get 0 and -inf. scale: a
@@ -127,18 +139,14 @@ def rows_of_tile(params, segment):
 
 
 @gluon.jit
-def store_partial(params, segment, acc, m_M, l_M, CONSUMER: gl.constexpr, scale):
-    """Stores a segment's normalised results times `scale`, if there is one, and the maximum and sum
-    of its rows."""
+def store_partial(params, segment, acc, m_M, l_M, CONSUMER: gl.constexpr):
+    """Stores a segment's normalised results, and the maximum and sum of its rows."""
     E: gl.constexpr = params.tile.BLOCK_E
     layout: gl.constexpr = acc[0].type.layout
     rows_M = opaque(0) + gl.arange(0, acc[0].shape[0], layout=gl.SliceLayout(1, layout))
     COLUMNS: gl.constexpr = acc[0].shape[1]
     dims_E = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    inverse_M = 1.0 / gl.where(l_M == 0.0, 1.0, l_M)
-    if scale is not None:
-        inverse_M *= scale
-    acc = scale_output(acc, inverse_M)
+    acc = scale_output(acc, 1.0 / gl.where(l_M == 0.0, 1.0, l_M))
     first = slot_row(params, segment.partials.slot, CONSUMER)
     kept_M = rows_M < rows_of_tile(params, segment)
     out = params.work.merge.partial_out + first * E
@@ -146,9 +154,10 @@ def store_partial(params, segment, acc, m_M, l_M, CONSUMER: gl.constexpr, scale)
         at_ME = (rows_M * E)[:, None] + (which * COLUMNS + dims_E)[None, :]
         if params.seqs.cu_q is None and params.tile.ROWS == acc[0].shape[0]:
             # Without a mask that is known to be true, a tile of 64 rows has half the instructions.
-            gl.store(out + at_ME, acc[which])
+            gl.store(out + at_ME, acc[which].to(out.dtype.element_ty))
         else:
-            gl.store(out + at_ME, acc[which], mask=kept_M[:, None])
+            x_ME = acc[which].to(out.dtype.element_ty)
+            gl.store(out + at_ME, x_ME, mask=kept_M[:, None])
     sums = params.work.merge.partial_sums + 2 * first + 2 * rows_M
     store_sums(sums, m_M, l_M, kept_M)
 
@@ -207,7 +216,7 @@ def merged(params, segment, row, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.
             mask=gl.expand_dims(exists_P[:, None], 2),
             other=0.0,
             cache_modifier=".cg",
-        )
+        ).to(gl.float32)
         new_M = gl.maximum(m_M, gl.convert_layout(gl.max(top_PM, 0), m_M.type.layout))
         shift_M = shift_of(new_M)
         shift_PM = gl.convert_layout(shift_M, rows_M.type.layout)
@@ -243,7 +252,9 @@ def count_to_zero(counter, last):
 
 
 @gluon.jit
-def merge_rows(io, params, segment, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.constexpr):
+def merge_rows(
+    io, params, segment, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.constexpr, scale
+):
     """Merges some rows of a work tile. Programs with a segment take M rows at a time in turn,
     beginning with the first segment's program."""
     partials = segment.partials
@@ -253,13 +264,14 @@ def merge_rows(io, params, segment, M: gl.constexpr, P: gl.constexpr, CONSUMER: 
         row = turn * M
         out, top_M, sum_M = merged(params, segment, row, M, P, CONSUMER)
         FIRST: gl.constexpr = CONSUMER * params.tile.BLOCK_E
-        store_whole(io, params, segment, segment.row0 + row, out, top_M, sum_M, FIRST)
+        store_whole(io, params, segment, segment.row0 + row, out, top_M, sum_M, FIRST, scale)
 
 
 @gluon.jit
-def merge_share(io, params, share, CONSUMER: gl.constexpr):
+def merge_share(io, params, share, CONSUMER: gl.constexpr, descale=None):
     """Merges some rows of each work tile of which this share has a segment. All segments of this
-    share must be in scratch before: otherwise programs would wait for each other in a chain."""
+    share must be in scratch before: otherwise programs would wait for each other in a chain.
+    descale: as in `finish_segment`."""
     ROWS_OF: gl.constexpr = params.tile.ROWS
     while share.x < share.end:
         segment, share = look(share, params)
@@ -272,13 +284,18 @@ def merge_share(io, params, share, CONSUMER: gl.constexpr):
             count_to_zero(counter, 2 * count - 1)
             # A thread loads at most 128 values at a time: of few segments, or of few rows.
             FEW: gl.constexpr = 1 if ROWS_OF <= 4 else 2
+            scale = scale_of(descale, segment)
             if ROWS_OF > 16:
-                if count <= 8:
-                    merge_rows(io, params, segment, 8, 8, CONSUMER)
+                # Those of one program beside three others, in one turn.
+                HALVES: gl.constexpr = params.work.merge.partial_out.dtype.element_ty == gl.float16
+                if HALVES and count <= 4:
+                    merge_rows(io, params, segment, 16, 4, CONSUMER, scale)
+                elif count <= 8:
+                    merge_rows(io, params, segment, 8, 8, CONSUMER, scale)
                 else:
-                    merge_rows(io, params, segment, FEW, 32, CONSUMER)
+                    merge_rows(io, params, segment, FEW, 32, CONSUMER, scale)
             else:
-                merge_rows(io, params, segment, FEW, 32, CONSUMER)
+                merge_rows(io, params, segment, FEW, 32, CONSUMER, scale)
 
 
 @gluon.jit
@@ -290,30 +307,32 @@ def counter_of(params, segment, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def merge_tile(
-    io, params, segment, row0, rows, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.constexpr
+    io, params, segment, row0, rows, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.constexpr, scale
 ):
     """Merges all rows of a work tile."""
     for row in range(0, rows, M):
         out, top_M, sum_M = merged(params, segment, row, M, P, CONSUMER)
         FIRST: gl.constexpr = CONSUMER * params.tile.BLOCK_E
-        store_whole(io, params, segment, row0 + row, out, top_M, sum_M, FIRST)
+        store_whole(io, params, segment, row0 + row, out, top_M, sum_M, FIRST, scale)
 
 
 @gluon.jit
 def finish_segment(
-    io, params, segment, acc, m_M, l_M, CONSUMER: gl.constexpr, FEW: gl.constexpr = 16, scale=None
+    io, params, segment, acc, m_M, l_M, CONSUMER: gl.constexpr, FEW: gl.constexpr = 16, descale=None
 ):
-    """Stores a consumer's results of a segment, times `scale` if there is one; if it is the last of
-    its work tile to finish, merges all of them, unless MERGE. FEW: work tiles of at most so many
-    rows merge more segments at once."""
+    """Stores a consumer's results of a segment; if it is the last of its work tile to finish,
+    merges all of them, unless MERGE. FEW: work tiles of at most so many rows merge more segments at
+    once. descale: the group of the values' scales, with which results are still to be multiplied;
+    partial ones are not."""
     FIRST: gl.constexpr = CONSUMER * params.tile.BLOCK_E
     row0 = opaque(segment.row0)
+    scale = scale_of(descale, segment)
     if params.work.merge.partial_out is None:  # noqa: SIM114  (known when compiling, and `or` is not)
         store_columns(io, params, segment, row0, acc, m_M, l_M, FIRST, scale)
     elif segment.partials.count == 1:
         store_columns(io, params, segment, row0, acc, m_M, l_M, FIRST, scale)
     else:
-        store_partial(params, segment, acc, m_M, l_M, CONSUMER, scale)
+        store_partial(params, segment, acc, m_M, l_M, CONSUMER)
         # All threads have stored their results before the count says so.
         gl.barrier()
         counter = counter_of(params, segment, CONSUMER)
@@ -328,12 +347,16 @@ def finish_segment(
                 if FEW < M:
                     rows = rows_of_tile(params, segment)
                     if rows <= FEW:
-                        merge_tile(io, params, segment, row0, rows, FEW, P * (M // FEW), CONSUMER)
+                        merge_tile(
+                            io, params, segment, row0, rows, FEW, P * (M // FEW), CONSUMER, scale
+                        )
                     else:
-                        merge_tile(io, params, segment, row0, rows, M, P, CONSUMER)
+                        merge_tile(io, params, segment, row0, rows, M, P, CONSUMER, scale)
                 else:
                     # ptxas: this loop is written out. As a call, it changes the machine code of the
                     # MLA kernels.
                     for row in range(0, rows_of_tile(params, segment), M):
                         out, top_M, sum_M = merged(params, segment, row, M, P, CONSUMER)
-                        store_whole(io, params, segment, row0 + row, out, top_M, sum_M, FIRST)
+                        store_whole(
+                            io, params, segment, row0 + row, out, top_M, sum_M, FIRST, scale
+                        )

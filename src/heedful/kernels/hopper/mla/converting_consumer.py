@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from heedful.kernels.common.key_range import key_bounds
-from heedful.kernels.hopper.decode.results import finish_segment, merge_share
+from heedful.kernels.hopper.decode.results import finish_segment, merge_share, scale_of
 from heedful.kernels.hopper.decode.share import look
 from heedful.kernels.hopper.mla.boxes import KEYS, WIDTH
 from heedful.kernels.hopper.mla.conversion import (
@@ -89,12 +89,6 @@ class ConvertingShared:
 
 
 @gluon.jit
-def of_segment(descale, segment):
-    """The descale of a segment's KV head."""
-    return gl.load(descale.ptr + segment.b * descale.stride_b + segment.g * descale.stride_h)
-
-
-@gluon.jit
 def query_factors(top_M):
     """Powers of two that bring rows with these maxima to 2^14 and more, and their reciprocals."""
     # Exponents of float32. Those of small rows are taken as -112, so that both powers are normal.
@@ -146,7 +140,7 @@ def load_scaled_queries(io, shared, params, segment):
     factor_M, back_M = query_factors(top_M)
     scale = gl.to_tensor(params.scale_log2)
     if io.k_descale.ptr is not None:
-        descale = of_segment(io.k_descale, segment)
+        descale = scale_of(io.k_descale, segment)
         factor_M = gl.where(descale < 0.0, -factor_M, factor_M)
         scale *= gl.abs(descale)
     # All warps have finished their products with the queries of the segment before.
@@ -340,15 +334,6 @@ def output_rows(acc):
 
 
 @gluon.jit
-def scale_of_values(io, segment):
-    """The descale of a segment's values, or None."""
-    if io.v_descale.ptr is not None:
-        return of_segment(io.v_descale, segment)
-    else:
-        return None
-
-
-@gluon.jit
 def converting_consumer(io, shared, keys, share, params):
     """Computes the rows of all segments of this program."""
     block = PipelineState.start(params.tile.STAGES)
@@ -362,7 +347,6 @@ def converting_consumer(io, shared, keys, share, params):
             rows: gl.constexpr = gl.SliceLayout(1, out[0].type.layout)
             l_M = gl.convert_layout(all_sums(l_LM), rows)
             m_M = gl.convert_layout(m_M, rows)
-            scale = scale_of_values(io, segment)
-            finish_segment(io, params, segment, out, m_M, l_M, 0, scale=scale)
+            finish_segment(io, params, segment, out, m_M, l_M, 0, descale=io.v_descale)
     if params.tile.MERGE and params.work.merge.partial_out is not None:
-        merge_share(io, params, whole, 0)
+        merge_share(io, params, whole, 0, io.v_descale)

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from heedful.kernels.common.key_range import key_bounds
-from heedful.kernels.hopper.decode.results import finish_segment, merge_share
+from heedful.kernels.hopper.decode.results import finish_segment, merge_share, scale_of
 from heedful.kernels.hopper.decode.share import look
 from heedful.kernels.hopper.mla.boxes import KEYS, WIDTH
 from heedful.kernels.hopper.mla.conversion import (
@@ -34,12 +34,10 @@ from heedful.kernels.hopper.mla.conversion import (
 )
 from heedful.kernels.hopper.mla.converting_consumer import (
     largest_exponents,
-    of_segment,
     output_rows,
     power_of_two,
     query_factors,
     row_tops,
-    scale_of_values,
     store_scaled,
 )
 from heedful.kernels.hopper.mla.converting_pair_shared import HALF_BOX, PARTS, lanes_apart
@@ -127,7 +125,7 @@ def load_query_half(io, shared, params, segment, CONSUMER: gl.constexpr):
     factor_M, back_M = query_factors(top_M)
     scale = gl.to_tensor(params.scale_log2)
     if io.k_descale.ptr is not None:
-        descale = of_segment(io.k_descale, segment)
+        descale = scale_of(io.k_descale, segment)
         factor_M = gl.where(descale < 0.0, -factor_M, factor_M)
         scale *= gl.abs(descale)
     # ptxas: it does not know that this is 0, and so does not unroll the loop.
@@ -256,22 +254,49 @@ def pairs_of_values(keys, block, PART: gl.constexpr, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def add_values(shared, keys, block, acc, BLOCK: gl.constexpr, CONSUMER: gl.constexpr):
-    """O^T += V^T P^T for a consumer's half of a block's values; releases them. Each part is loaded
-    before the one before is converted."""
+def first_values(keys, block, CONSUMER: gl.constexpr):
+    """What `add_values` begins with, so that a wait for probabilities hides it: the operands of the
+    first part, and pairs of columns of the second; nothing with scales."""
+    if keys.scales is None:
+        pairs_CN = pairs_of_values(keys, block, 0, CONSUMER)
+        next_CN = pairs_of_values(keys, block, 1, CONSUMER)
+        even, odd = as_values(pairs_CN)
+        return even, odd, next_CN
+    else:
+        return ()
+
+
+@gluon.jit
+def operands_of_values(
+    shared, pairs_CN, PART: gl.constexpr, BLOCK: gl.constexpr, CONSUMER: gl.constexpr
+):
+    """Left operands of a part of a block's values: even and odd columns."""
+    if shared.scales is None:
+        return as_values(pairs_CN)
+    else:
+        scales = shared.scales.index(BLOCK * GROUPS + CONSUMER * (GROUPS // 2) + PART // 2)
+        return scaled_as_values(pairs_CN, scales.slice(PART % 2 * 32, 32, dim=1).load(OPERAND))
+
+
+@gluon.jit
+def add_values(shared, keys, block, acc, BLOCK: gl.constexpr, CONSUMER: gl.constexpr, begun=()):
+    """O^T += V^T P^T for a consumer's half of a block's values; releases them. Without scales each
+    part is loaded before the one before is converted: with them more would be spilled. begun: what
+    `first_values` returned."""
     zero = opaque(0)
     AHEAD: gl.constexpr = keys.scales is None
-    pairs_CN = pairs_of_values(keys, block, 0, CONSUMER)
+    if len(begun) == 0:
+        pairs_CN = pairs_of_values(keys, block, 0, CONSUMER)
+    else:
+        pairs_CN = begun[2]
     for part in gl.static_range(GROUPS):
         next_CN = pairs_CN
-        if AHEAD and part + 1 < GROUPS:
+        if AHEAD and part + 1 < GROUPS and (part > 0 or len(begun) == 0):
             next_CN = pairs_of_values(keys, block, part + 1, CONSUMER)
-        if keys.scales is None:
-            even, odd = as_values(pairs_CN)
+        if part == 0 and len(begun) > 0:
+            even, odd = begun[0], begun[1]
         else:
-            scales = shared.scales.index(BLOCK * GROUPS + CONSUMER * (GROUPS // 2) + part // 2)
-            scale_1N = scales.slice(part % 2 * 32, 32, dim=1).load(OPERAND)
-            even, odd = scaled_as_values(pairs_CN, scale_1N)
+            even, odd = operands_of_values(shared, pairs_CN, part, BLOCK, CONSUMER)
         p_NM = shared.p.index(BLOCK + zero).slice(part % 2 * 32, 32, dim=0)
         even = warpgroup_mma(even, p_NM, acc[part // 2 * 2], is_async=True)
         odd = warpgroup_mma(odd, p_NM, acc[part // 2 * 2 + 1], is_async=True)
@@ -428,8 +453,9 @@ def first_steps(shared, keys, params, segment, bounds, block, phase, acc, l_LM):
                 col = (number + 1) * params.tile.BLOCK_N
                 s_NM, exponent_N1 = own_scores(shared, keys, params, segment, bounds, block, col)
                 shared.scores.index(0).store(s_NM)
+        begun = first_values(keys, second, 0)
         acc, l_LM = follow(shared, acc, l_LM, phase, 1)
-        acc = add_values(shared, keys, second, acc, 1, 0)
+        acc = add_values(shared, keys, second, acc, 1, 0, begun)
         phase ^= 1
     return block, phase, acc, l_LM
 
@@ -441,8 +467,9 @@ def second_steps(shared, keys, params, segment, bounds, block, phase, acc, l_LM)
         col = number * params.tile.BLOCK_N + KEYS
         second = block.ahead(1)
         s_NM, exponent_N1 = own_scores(shared, keys, params, segment, bounds, second, col)
+        begun = first_values(keys, block, 1)
         acc, l_LM = follow(shared, acc, l_LM, phase, 0)
-        acc = add_values(shared, keys, block, acc, 0, 1)
+        acc = add_values(shared, keys, block, acc, 0, 1, begun)
         acc, l_LM = block_softmax(shared, keys, second, s_NM, exponent_N1, acc, l_LM, phase, 1)
         acc = add_values(shared, keys, second, acc, 1, 1)
         block = block.ahead(2)
@@ -499,7 +526,7 @@ def converting_pair_consumer(io, shared, keys, share, params, CONSUMER: gl.const
             rows: gl.constexpr = gl.SliceLayout(1, out[0].type.layout)
             l_M = sums_of_both(shared, l_LM, rows, CONSUMER)
             m_M = shared.top.index(0).load(rows)
-            scale = scale_of_values(io, segment)
-            finish_segment(io, params, segment, out, m_M, l_M, CONSUMER, scale=scale)
+            descale = io.v_descale
+            finish_segment(io, params, segment, out, m_M, l_M, CONSUMER, descale=descale)
     if params.tile.MERGE and params.work.merge.partial_out is not None:
-        merge_share(io, params, whole, CONSUMER)
+        merge_share(io, params, whole, CONSUMER, io.v_descale)
