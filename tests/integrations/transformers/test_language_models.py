@@ -1,6 +1,8 @@
 """Language models of 20 families equal themselves with eager attention: as they read, with padding,
 packed, as they learn and as they generate."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -203,7 +205,7 @@ def test_generation_with_a_quantised_cache_equals_eager(family):
     given = {"input_ids": tokens(), "attention_mask": padded_left()}
 
     def run(made) -> Tensor:
-        layers = [Int8(residual_length=4) for _ in range(made.config.num_hidden_layers)]
+        layers: Any = [Int8(residual_length=4) for _ in range(made.config.num_hidden_layers)]
         return generated(made, given, {"past_key_values": Cache(layers=layers)})
 
     assert torch.equal(*both(model(family), run))

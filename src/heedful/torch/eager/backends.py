@@ -365,8 +365,8 @@ class GpuBackward:
         return Gradients(dq, dk, dv, more.pop() if more else None, dsink, drel_bias)
 
     def turned(self) -> Run:
-        """As `run_on` of a backward that makes dq, dk and dv alone, which come in a list, with heads
-        before rows."""
+        """As `run_on` of a backward that makes dq, dk and dv alone, which come in a list, with
+        heads before rows."""
         return self._bind(3)
 
     def _mappable(self, x: Operands, dout: torch.Tensor) -> tuple[Operands, torch.Tensor]:

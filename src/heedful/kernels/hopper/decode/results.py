@@ -29,7 +29,7 @@ from heedful.kernels.split_kv.results import (
 def scale_of(descale, segment):
     """The scale of a segment's values, None if there is none. descale: of their KV heads; None too
     if they have none."""
-    if descale is None:
+    if descale is None:  # noqa: SIM114  (known when compiling, and `or` is not)
         return None
     elif descale.ptr is None:
         return None
@@ -152,7 +152,7 @@ def store_partial(params, segment, acc, m_M, l_M, CONSUMER: gl.constexpr):
     out = params.work.merge.partial_out + first * E
     for which in gl.static_range(len(acc)):
         at_ME = (rows_M * E)[:, None] + (which * COLUMNS + dims_E)[None, :]
-        if params.seqs.cu_q is None and params.tile.ROWS == acc[0].shape[0]:
+        if params.seqs.cu_q is None and acc[0].shape[0] == params.tile.ROWS:
             # Without a mask that is known to be true, a tile of 64 rows has half the instructions.
             gl.store(out + at_ME, acc[which].to(out.dtype.element_ty))
         else:

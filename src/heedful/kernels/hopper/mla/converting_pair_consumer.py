@@ -42,6 +42,7 @@ from heedful.kernels.hopper.mla.converting_consumer import (
 )
 from heedful.kernels.hopper.mla.converting_pair_shared import HALF_BOX, PARTS, lanes_apart
 from heedful.kernels.hopper.mla.queries import load_dims, query_layout
+from heedful.kernels.hopper.mla.shared import BLOCKS
 from heedful.kernels.hopper.mla.swap_ab_consumer import (
     lane_sums,
     masked_keys,
@@ -50,7 +51,6 @@ from heedful.kernels.hopper.mla.swap_ab_consumer import (
 )
 from heedful.kernels.hopper.sm90 import barrier
 from heedful.kernels.hopper.sm90.barrier import FIRST_NAMED, sync_named
-from heedful.kernels.hopper.mla.shared import BLOCKS
 from heedful.kernels.hopper.sm90.compat import inline_asm, opaque, reinterpret
 from heedful.kernels.hopper.sm90.mma import ROWS, scores_layout
 from heedful.kernels.hopper.sm90.pipeline import PipelineState
@@ -171,8 +171,8 @@ def multiply_part(operands, q, box, s_NM):
 
 @gluon.jit
 def part_of_keys(keys, block, group, HALF: gl.constexpr, scales, GROUP: gl.constexpr):
-    """Left operands from 64 columns of a block's keys, half of a group. GROUP: `group`, if there are
-    scales."""
+    """Left operands from 64 columns of a block's keys, half of a group. GROUP: `group`, if there
+    are scales."""
     at = block.index * GROUPS + group
     if HALF == 0:
         barrier.wait(keys.values.full.index(at), block.phase)
@@ -241,8 +241,8 @@ def keep_scales(shared, keys, block, BLOCK: gl.constexpr):
 
 @gluon.jit
 def pairs_of_values(keys, block, PART: gl.constexpr, CONSUMER: gl.constexpr):
-    """Pairs of columns of 32 keys, a quarter of a consumer's half of a block's values, in the layout
-    of a left operand. Releases the values with the second part of a group."""
+    """Pairs of columns of 32 keys, a quarter of a consumer's half of a block's values, in the
+    layout of a left operand. Releases the values with the second part of a group."""
     at = block.index * GROUPS + CONSUMER * (GROUPS // 2) + PART // 2
     if PART % 2 == 0:
         barrier.wait(keys.values.full.index(at), block.phase)

@@ -25,11 +25,13 @@ def lanes_apart(rank):
 @aggregate
 class PairShared:
     """q: queries beside columns of 8 bits, in boxes of 32 columns, two for each 64. q_rest: those
-    beside columns of 16 bits, or None. p: probabilities
-    of each block. scales: those of each block's keys in float16, by groups; None without scales.
+    beside columns of 16 bits, or None. p: probabilities of each block. scores: those of a step
+    ahead, of the first consumer. lanes: its sums of lanes. Both are None with scales, where there
+    is no room. scales: those of each block's keys in float16, by groups; None without.
 
     Numbers of rows: top: references. shift: the same, or 0 where there is none. before: references
-    before they last changed. scale: factors of scores.  tops: the greatest sizes in the queries that each consumer loads.
+    before they last changed. scale: factors of scores. tops: the greatest sizes in the queries that
+    each consumer loads.
 
     flags: whether each block changed references; whether a row has none. p_full: barriers of the
     probabilities of each block.
@@ -60,7 +62,7 @@ class PairShared:
         if not SCALED:
             scores = gl.allocate_shared_memory(gl.float32, [1, KEYS, ROWS], lanes_apart(2))
             lanes = gl.allocate_shared_memory(gl.float32, [1, 4, 8, ROWS], lanes_apart(3))
-        if SCALED:
+        else:
             of_q_rest: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], of_rest)
             q_rest = gl.allocate_shared_memory(of_rest, [1, ROWS, WIDTH], of_q_rest)
             by_key: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
