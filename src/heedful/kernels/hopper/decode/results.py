@@ -66,7 +66,7 @@ def store_whole(io, params, segment, row, x_ME, m_M, l_M, FIRST: gl.constexpr, s
 
 
 @gluon.jit
-def store_columns(io, params, segment, row, acc, m_M, l_M, FIRST: gl.constexpr, scale):
+def store_columns(io, params, segment, row, acc, m_M, l_M, FIRST: gl.constexpr, scale=None):
     """Stores a consumer's columns, from FIRST on."""
     COLUMNS: gl.constexpr = acc[0].shape[1]
     for which in gl.static_range(len(acc)):
@@ -253,7 +253,7 @@ def count_to_zero(counter, last):
 
 @gluon.jit
 def merge_rows(
-    io, params, segment, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.constexpr, scale
+    io, params, segment, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.constexpr, scale=None
 ):
     """Merges some rows of a work tile. Programs with a segment take M rows at a time in turn,
     beginning with the first segment's program."""
@@ -307,7 +307,15 @@ def counter_of(params, segment, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def merge_tile(
-    io, params, segment, row0, rows, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.constexpr, scale
+    io,
+    params,
+    segment,
+    row0,
+    rows,
+    M: gl.constexpr,
+    P: gl.constexpr,
+    CONSUMER: gl.constexpr,
+    scale=None,
 ):
     """Merges all rows of a work tile."""
     for row in range(0, rows, M):
