@@ -286,13 +286,14 @@ def merge_share(io, params, share, CONSUMER: gl.constexpr, descale=None):
             FEW: gl.constexpr = 1 if ROWS_OF <= 4 else 2
             scale = scale_of(descale, segment)
             if ROWS_OF > 16:
-                # Those of one program beside three others, in one turn.
-                HALVES: gl.constexpr = params.work.merge.partial_out.dtype.element_ty == gl.float16
-                if HALVES and count <= 4:
-                    merge_rows(io, params, segment, 16, 4, CONSUMER, scale)
-                elif count <= 8:
+                # One turn for each of four programs.
+                IN_ONE: gl.constexpr = 4 if descale is not None else 0
+                if IN_ONE > 0:  # noqa: SIM102  (known when compiling, and `and` is not)
+                    if count <= IN_ONE:
+                        merge_rows(io, params, segment, 16, 4, CONSUMER, scale)
+                if (count > IN_ONE) & (count <= 8):
                     merge_rows(io, params, segment, 8, 8, CONSUMER, scale)
-                else:
+                elif count > 8:
                     merge_rows(io, params, segment, FEW, 32, CONSUMER, scale)
             else:
                 merge_rows(io, params, segment, FEW, 32, CONSUMER, scale)
