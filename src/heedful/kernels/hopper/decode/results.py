@@ -153,7 +153,7 @@ def store_partial(params, segment, acc, m_M, l_M, CONSUMER: gl.constexpr):
     for which in gl.static_range(len(acc)):
         at_ME = (rows_M * E)[:, None] + (which * COLUMNS + dims_E)[None, :]
         if params.seqs.cu_q is None and acc[0].shape[0] == params.tile.ROWS:
-            # Without a mask that is known to be true, a tile of 64 rows has half the instructions.
+            # All rows of the tile are in scratch.
             gl.store(out + at_ME, acc[which].to(out.dtype.element_ty))
         else:
             x_ME = acc[which].to(out.dtype.element_ty)
