@@ -255,8 +255,8 @@ def pairs_of_values(keys, block, PART: gl.constexpr, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def first_values(keys, block, CONSUMER: gl.constexpr):
-    """What `add_values` begins with, so that a wait for probabilities hides it: the operands of the
-    first part, and pairs of columns of the second; nothing with scales."""
+    """The operands of the first part of `add_values`, and pairs of columns of the second, which a
+    wait for probabilities hides; nothing with scales."""
     if keys.scales is None:
         pairs_CN = pairs_of_values(keys, block, 0, CONSUMER)
         next_CN = pairs_of_values(keys, block, 1, CONSUMER)
