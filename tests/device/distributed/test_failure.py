@@ -65,6 +65,6 @@ def warmed(rank: int, count: int) -> None:
     """Compiles what a step needs."""
     made = plan(lengths=[512 * count], heads_q=4, heads_k=2, head_dim=64, strategy="gather")
     shapes = [(made.tokens, heads, 64) for heads in (4, 2, 2)]
-    rows = [torch.randn(s, device="cuda", dtype=torch.bfloat16).requires_grad_() for s in shapes]
-    attention(*rows, made, causal=True).sum().backward()
+    q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes)
+    attention(q.requires_grad_(), k, v, made, causal=True).sum().backward()
     torch.cuda.synchronize()
