@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import queue
 import random
@@ -158,15 +159,15 @@ def _last_words(output: str) -> str:
     return lines[-1][:200] if lines else output.strip()[-200:].replace("\n", " ")
 
 
-def in_threads(workers: list[Worker], jobs: list, run) -> None:
-    """run(worker, job) for each job, on whichever worker is free."""
+def in_threads(workers: list[Worker], jobs: list, run, until: float = math.inf) -> None:
+    """run(worker, job) for each job, on whichever worker is free; none is begun after `until`."""
     waiting: queue.Queue = queue.Queue()
     for job in jobs:
         waiting.put(job)
     errors: list[BaseException] = []
 
     def work(worker: Worker) -> None:
-        while not errors:
+        while not errors and time.monotonic() < until:
             try:
                 job = waiting.get_nowait()
             except queue.Empty:
@@ -190,6 +191,8 @@ def cover(workers: list[Worker], kept: Map, modes, given: argparse.Namespace) ->
     """Brings the map of tests to lines up to date, and says how far it is."""
     every = kept.every if given.rebuild else kept.stale
     jobs = [job for job in every(workers[0].tree, given.tests) if job[0] in modes]
+    # The files that take longest begin first: else one worker ends long after all others.
+    jobs.sort(key=lambda job: -kept.seconds(*job))
     done = Counter()
 
     def make(worker: Worker, job: tuple[str, str]) -> None:
@@ -197,7 +200,9 @@ def cover(workers: list[Worker], kept: Map, modes, given: argparse.Namespace) ->
         done["files"] += 1
         print(f"map {done['files']}/{len(jobs)}  {job[1]} ({job[0]}): {said}", flush=True)
 
-    in_threads(workers, jobs, make)
+    in_threads(workers, jobs, make, given.until)
+    if done["files"] < len(jobs):
+        print(f"map: time is over, {len(jobs) - done['files']} files are left", flush=True)
 
 
 def equivalents() -> dict[tuple[str, str, str, str], str]:
@@ -209,6 +214,7 @@ def equivalents() -> dict[tuple[str, str, str, str], str]:
 
 def main() -> int:
     given = _arguments()
+    given.until = time.monotonic() + given.limit
     root = Path.cwd()
     state = root / STATE
     os.nice(5)
@@ -236,7 +242,7 @@ def run(given: argparse.Namespace, root: Path, state: Path) -> int:
             return 0
         sources = sources_of(part, tree, given.modules)
         seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
-        drawn = sample(sources, given.sample, seed)
+        drawn = sample(sources, given.sample, seed)[given.skip :]
         record = state / f"survivors-{given.part}-{seed}-{given.sample}.json"
         if given.survivors:
             names = {tuple(name) for name in json.loads(record.read_text())}
@@ -298,7 +304,9 @@ def judge_all(workers, drawn, sources, choice: Choice, given, judged) -> list[Re
             flush=True,
         )
 
-    in_threads(workers, drawn, judge)
+    in_threads(workers, drawn, judge, given.until)
+    if len(results) < len(drawn):
+        print(f"time is over, {len(drawn) - len(results)} mutants are left", flush=True)
     return results
 
 
@@ -339,11 +347,13 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="mutation", description=__doc__)
     add = parser.add_argument
     add("--sample", type=int, default=60, help="how many mutants")
+    add("--skip", type=int, default=0, help="leave out the first so many of the sample")
     add("--part", choices=PARTS, default="host", help="which sources")
     add("--seed", type=int, help="of the sample; drawn and printed by default")
     add("--modules", nargs="*", default=[], help="only modules whose path holds one of these")
     add("--workers", type=int, default=os.cpu_count() or 1, help="mutants at a time")
     add("--seconds", type=float, default=60.0, help="of usual test time, for each mutant")
+    add("--limit", type=float, default=math.inf, help="seconds after which nothing more is begun")
     add("--least", type=float, help="exit with 1 below this score; the part's by default")
     add("--survivors", action="store_true", help="only what survived this seed and size last")
     add("--map-only", action="store_true", help="only bring the map of tests to lines up to date")

@@ -130,6 +130,14 @@ class Map:
     def _path(self, mode: str, file: str) -> Path:
         return self._entries / f"{mode}-{file.replace('/', '.')}.json"
 
+    def seconds(self, mode: str, file: str) -> float:
+        """What the tests of a file took when it was mapped last; without an entry what is usual of
+        files that compile kernels, and of others."""
+        path = self._path(mode, file)
+        if path.exists():
+            return sum(test["seconds"] for test in json.loads(path.read_text())["tests"].values())
+        return 60.0 if mode == "interpreted" or file.startswith("tests/compile") else 10.0
+
     def make(self, server, mode: str, file: str, tree: Path, seconds: float) -> str:
         """Makes an entry; returns what there is to say about it."""
         # Of this entry alone: others are made at the same time.

@@ -176,11 +176,14 @@ def _variant(takes: Takes, rng: random.Random) -> Case:
 
 
 def drawn(name: str, count: int = 16, seed: int = 0) -> Iterator[Far]:
-    """Problems of a backend without end, of `count` compiled variants in turns."""
+    """Problems of a backend without end, of `count` compiled variants in turns: for every seed the
+    same variants, which each begins with another one, so that those who draw side by side compile
+    each its own."""
     takes, rng = TAKES[name][1], random.Random(f"problems{name}{seed}")
     chosen = variants(name, count)
+    first = seed % len(chosen)
     while True:
-        for case in chosen:
+        for case in chosen[first:] + chosen[:first]:
             yield _problem(takes, case, rng)
 
 
