@@ -2,5 +2,6 @@
 
 from heedful.cpu.tiled_backward import backward
 from heedful.cpu.tiled_forward import forward, statistics
+from heedful.cpu.whole import recorded, records
 
-__all__ = ["backward", "forward", "statistics"]
+__all__ = ["backward", "forward", "recorded", "records", "statistics"]

@@ -62,7 +62,7 @@ def keep_tile(
     which = seed, dropout_p, batches, heads, rows, cols, origin
     mask = MASKS.find(which)
     if mask is None:
-        mask = _drawn(*which)
+        mask = draw(*which)
         MASKS.keep(which, mask)
     return mask
 
@@ -98,7 +98,8 @@ class Masks:
 MASKS = Masks()
 
 
-def _drawn(seed: int, dropout_p: float, batches, heads, rows, cols, origin) -> torch.Tensor:
+def draw(seed: int, dropout_p: float, batches, heads, rows, cols, origin) -> torch.Tensor:
+    """As `keep_tile`, but a mask of its own, which is not kept."""
     key, threshold = key_words(seed), np.uint64(keep_threshold(dropout_p))
     # One block of four words serves four columns; a column index is modulo 2^32, a block's 2^30.
     first = cols.start + origin[3]

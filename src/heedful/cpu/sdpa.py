@@ -17,7 +17,7 @@ from heedful.cpu import tiled_backward, tiled_forward
 from heedful.cpu.tiled_forward import statistics
 from heedful.cpu.workers import for_each
 
-__all__ = ["backward", "forward", "statistics"]
+__all__ = ["backward", "forward", "recorded", "records", "statistics"]
 
 # From this many keys on torch finds a row's largest score with vector instructions: more than a
 # float32 vector of any machine holds.
@@ -67,6 +67,25 @@ def forward(problem: AttentionProblem, x: Operands, out: torch.Tensor | None = N
     return (result if out is None else out.copy_(result)), lse, None
 
 
+def records(problem: AttentionProblem, x: Operands) -> bool:
+    """Whether `recorded` takes a problem with operands like these."""
+    return all(a.stride(-1) == 1 for a in x[:3])
+
+
+def recorded(problem: AttentionProblem, x: Operands) -> torch.Tensor | None:
+    """out of one call, whose gradients torch's autograd makes by the operators that `backward`
+    calls. None where these are not exact enough, as there."""
+    q, k, v = x[:3]
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out, lse = _flash(q, k, v, 0.0, problem.mask.causal, scale=problem.scale)
+    if not float(torch.linalg.vector_norm(lse, torch.inf)) < far_lse(q.element_size()):
+        return None
+    out = out.transpose(1, 2)
+    if problem.seqlen_k < VECTORS and _may_hide_nan(out, q, k):
+        return None
+    return out
+
+
 def backward(
     problem: AttentionProblem,
     x: Operands,
@@ -93,38 +112,35 @@ def _single_queries(problem: AttentionProblem, x: Operands, out: torch.Tensor | 
     tile."""
     shape = (problem.batch, problem.heads_k, problem.group, problem.head_dim)
     q, k, v = x.q.reshape(shape), x.k.transpose(1, 2), x.v.transpose(1, 2)
-    q, k, v = _dense_columns(q, k, v)
-    result = torch.empty(shape, dtype=x.q.dtype, device="cpu")
-    lse = None
-    if problem.return_lse:
-        lse = torch.empty(shape[:3], dtype=torch.float32, device="cpu")
-    hidden: list[int] = []  # sequences
+    q, k, v = (a.split(1) for a in _dense_columns(q, k, v))
+    lengths = x.seqused_k.clamp(0, problem.seqlen_k).tolist()
+    made: list[Any] = [None] * problem.batch
 
     def attend(_, item: tuple[int, int]) -> None:
         b, length = item
-        entry = slice(b, b + 1)
-        if not length:
-            result[entry] = 0.0
-            if lse is not None:
-                lse[entry] = -torch.inf
-            return
-        q_own, k_own, v_own = q[entry], k[entry, :, :length], v[entry, :, :length]
-        mine, lse_own = _flash(q_own, k_own, v_own, scale=problem.scale)
-        result[entry] = mine
-        if lse is not None:
-            lse[entry] = lse_own
-        if length < VECTORS and _may_hide_nan(mine, q_own, k_own):
-            hidden.append(b)
+        if length:
+            own = k[b].narrow(2, 0, length), v[b].narrow(2, 0, length)
+            made[b] = _flash(q[b], *own, scale=problem.scale)
+        else:
+            made[b] = torch.zeros_like(q[b]), q[b].new_full(q[b].shape[:3], -torch.inf).float()
 
-    lengths = x.seqused_k.clamp(0, problem.seqlen_k).tolist()
-    parallel = sum(lengths) * problem.heads_q * problem.head_dim > WORTH_THREADS
-    groups = [[item] for item in enumerate(lengths)]
-    for_each(groups, attend, contextlib.nullcontext, parallel)
-    if hidden:
+    if sum(lengths) * problem.heads_q * problem.head_dim > WORTH_THREADS:
+        groups = [[item] for item in enumerate(lengths)]
+        for_each(groups, attend, contextlib.nullcontext)
+    else:
+        for item in enumerate(lengths):
+            attend(None, item)
+    if not made:
         return tiled_forward.forward(problem, x, out)
-    result = result.view(problem.batch, 1, problem.heads_q, problem.head_dim)
-    if lse is not None:
-        lse = lse.view(problem.lse_shape)
+    results, lses = zip(*made, strict=True)
+    result, lse = torch.cat(results), None
+    if min(lengths) < VECTORS and not result[..., 0].all():
+        short = [b for b, length in enumerate(lengths) if 0 < length < VECTORS]
+        if any(_may_hide_nan(results[b], q[b], k[b][:, :, : lengths[b]]) for b in short):
+            return tiled_forward.forward(problem, x, out)
+    if problem.return_lse:
+        lse = torch.cat(lses).reshape(problem.lse_shape)
+    result = result.reshape(problem.batch, 1, problem.heads_q, problem.head_dim)
     return (result if out is None else out.copy_(result)), lse, None
 
 

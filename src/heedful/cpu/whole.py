@@ -15,7 +15,7 @@ import torch
 from heedful.core.call.operands import Gradients, Operands
 from heedful.core.call.problem import AttentionProblem
 from heedful.cpu import blocks, scores
-from heedful.cpu.philox import keep_tile
+from heedful.cpu.philox import draw, keep_tile
 from heedful.cpu.scores import TERMS
 from heedful.cpu.workers import for_each
 from heedful.reference.philox import keep_scale
@@ -63,7 +63,7 @@ def forward(problem: AttentionProblem, x: Operands, out: torch.Tensor, lse: torc
 def backward(
     problem: AttentionProblem, x: Operands, out, lse, dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> Gradients:
-    """Gradients of a call that `takes` allows."""
+    """Gradients of a call that `takes` allows, with the bits that autograd gives to `recorded`."""
     seed, scale = _seed(problem, x), keep_scale(problem.dropout_p)
     dq, dk, dv = (torch.empty(a.shape, dtype=a.dtype, device="cpu") for a in x[:3])
 
@@ -77,12 +77,12 @@ def backward(
         if not is_all:
             p.mul_(torch.exp(lse_here - lse_rows).masked_fill_(lse_here == -torch.inf, 0.0))
         dp = scratch.take("dp", *p.shape)
-        torch.baddbmm(dp, do, v.mT, beta=0, alpha=scale, out=dp)
+        torch.bmm(do, v.mT, out=dp).mul_(scale)
         if problem.dropout_p > 0:
             kept = item.kept(seed)
             dp.mul_(kept)
             weights = torch.mul(p, kept, out=scratch.take("weights", *p.shape))
-        item.store_keys(dv, torch.baddbmm(_NONE, weights.mT, do, beta=0, alpha=scale))
+        item.store_keys(dv, torch.bmm(weights.mT, do).mul_(scale))
         ds = scratch.take("s", *p.shape)
         if is_all:
             # p (dP - sum of p dP)
@@ -95,11 +95,49 @@ def backward(
             )
         if dlse is not None:
             ds.addcmul_(p, dlse[item.batches, item.query_heads].reshape(*p.shape[:2], 1))
-        item.store_queries(dq, torch.baddbmm(_NONE, ds, k, beta=0, alpha=problem.scale))
-        item.store_keys(dk, torch.baddbmm(_NONE, ds.mT, q, beta=0, alpha=problem.scale))
+        item.store_queries(dq, torch.bmm(ds, k).mul_(problem.scale))
+        item.store_keys(dk, torch.bmm(q.mT, ds).mul_(problem.scale).mT)
 
     for_each(_items(problem), work, scores.ThreadScratch, _is_parallel(problem))
     return Gradients(dq, dk, dv)
+
+
+def records(problem: AttentionProblem, x: Operands) -> bool:
+    """Whether `recorded` takes a call: one on the caller's thread, in which every row sees a key."""
+    mask, same = problem.mask, problem.out_dtype == problem.dtype
+    sees = mask.offset(problem.seqlen_q, problem.seqlen_k) + mask.right >= 0
+    is_seen = not mask.bounded or (mask.left < 0 and sees)
+    return same and is_seen and takes(problem, x) and len(_items(problem)) == 1
+
+
+def recorded(problem: AttentionProblem, x: Operands) -> torch.Tensor:
+    """out of one call, with the bits of `forward`, by operators that torch's autograd records. It
+    takes no slices: each costs autograd a copy."""
+    rows = problem.group * problem.seqlen_q
+    # A product's bits depend on strides.
+    q, k, v = (a if a.stride(-1) == 1 else a.contiguous() for a in x[:3])
+    q, k, v = (a.transpose(1, 2).float().flatten(0, 1) for a in (q, k, v))
+    if problem.group > 1:
+        q = q.reshape(-1, rows, q.shape[2])
+    s = _NONE
+    for begin in range(0, q.shape[2], TERMS):
+        of_q, of_k = (a if a.shape[2] <= TERMS else a[..., begin : begin + TERMS] for a in (q, k))
+        s = torch.baddbmm(s, of_q, of_k.mT, beta=float(begin > 0), alpha=problem.scale)
+    if problem.mask.bounded:
+        heads = s.view(-1, problem.seqlen_q, problem.seqlen_k)
+        s = heads.masked_fill(_hidden(problem), -torch.inf).view(s.shape)
+    p = torch.softmax(s, -1)
+    if problem.dropout_p > 0:
+        p = p * drawn(problem, _seed(problem, x)).view(p.shape)
+    made = torch.baddbmm(_NONE, p, v, beta=0, alpha=keep_scale(problem.dropout_p))
+    shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.head_dim_v
+    return made.view(shape).transpose(1, 2).contiguous().to(x.q.dtype)
+
+
+def drawn(problem: AttentionProblem, seed: int) -> torch.Tensor:
+    """Which scores of a call dropout keeps, bool (B, H, M, N). Autograd keeps it for a backward."""
+    sizes = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
+    return draw(seed, problem.dropout_p, *map(range, sizes), problem.dropout_origin)
 
 
 def _seed(problem: AttentionProblem, x: Operands) -> int:
@@ -204,10 +242,15 @@ def _softmax(problem: AttentionProblem, scratch: blocks.Scratch, s) -> torch.Ten
 
 def _hide(problem: AttentionProblem, heads: torch.Tensor) -> None:
     """-inf where the causal mask or window hides, in scores (heads, M, N)."""
+    heads.masked_fill_(_hidden(problem), -torch.inf)
+
+
+def _hidden(problem: AttentionProblem) -> torch.Tensor:
+    """Where the causal mask or window hides, bool (M, N)."""
     mask, len_q, len_k = problem.mask, problem.seqlen_q, problem.seqlen_k
     i = torch.arange(len_q, device="cpu")[:, None] + mask.offset(len_q, len_k)
     j = torch.arange(len_k, device="cpu")
     hidden = j > i + mask.right if mask.right >= 0 else (j < 0).expand(len_q, len_k)
     if mask.left >= 0:
         hidden = hidden | ((j < i - mask.left) & (j >= mask.first))
-    heads.masked_fill_(hidden, -torch.inf)
+    return hidden

@@ -439,8 +439,8 @@ def test_masks_of_dropout_are_kept_up_to_a_limit_the_latest_ones(monkeypatch):
 
 
 def test_a_mask_is_drawn_once_for_forward_and_backward(monkeypatch):
-    drawn, draw = [], philox._drawn
-    monkeypatch.setattr(philox, "_drawn", lambda *which: drawn.append(which) or draw(*which))
+    drawn, draw = [], philox.draw
+    monkeypatch.setattr(philox, "draw", lambda *which: drawn.append(which) or draw(*which))
     everything(build(Case(dropout_p=0.3, seed=71)))
     assert len(drawn) == 1
 

@@ -44,6 +44,7 @@ from heedful.torch.eager.kinds import (
     of_tensor,
     with_sizes,
 )
+from heedful.torch.eager.recorded import recorder
 from heedful.torch.eager.saved import Backwards
 from heedful.torch.operands.adapt import (
     adapt,
@@ -111,14 +112,15 @@ class Call:
     with probabilities or largest scores, too. apart: checks that the caller's `out` does not
     overlap inputs. run_on: the results of a call that is one program on a GPU, from the addresses
     of the operands that are there; None for others. wants_grad: whether a backward follows.
-    likeness: recognises operands of this kind. backwards: the backward of the saved tensors; None
-    if nothing wants a gradient. wanting: whether an operand requires a gradient that is not
-    computed.
+    recorded: out of a call whose gradients torch's autograd makes, from the caller's tensors and
+    seed; None for others. likeness: recognises operands of this kind. backwards: the backward of
+    the saved tensors; None if nothing wants a gradient. wanting: whether an operand requires a
+    gradient that is not computed.
     """
 
     __slots__ = (
         *("apart", "backwards", "casts", "checks", "dropout", "forward", "kind", "likeness"),
-        *("plain", "results", "run_on", "runner", "steps", "wanting", "wants_grad"),
+        *("plain", "recorded", "results", "run_on", "runner", "steps", "wanting", "wants_grad"),
     )
 
     def __init__(
@@ -171,6 +173,7 @@ class Call:
         self.results = results_of(options)
         self.run_on = self.runner.run_on if self.plain and not (on_cpu or self.wants_grad) else None
         self.backwards: Backwards | None = None
+        self.recorded = recorder(self, operands) if on_cpu and problem.needs_grad else None
         if problem.needs_grad:
             saved = x if x.seed is not None else x._replace(seed=operands.seed)
             self.backwards = Backwards(self.runner, saved, options)
@@ -203,7 +206,7 @@ class Call:
         call.steps, call.wanting, call.wants_grad = self.steps, self.wanting, self.wants_grad
         call.runner, call.forward = runner, runner.forward
         call.run_on = None if self.run_on is None else runner.run_on
-        call.likeness = call.backwards = call.apart = None
+        call.likeness = call.backwards = call.apart = call.recorded = None
         if self.backwards is not None:
             call.backwards = self.backwards.at(runner, x)
         return call
@@ -375,10 +378,11 @@ def attend(q, k, v, x: Any, options: Options, out, seed, otherwise: Callable[...
     if x is None:
         x = _new(Operands, (q, k, v, *ABSENT))
     if call.wants_grad:
+        if call.recorded is not None and (made := call.recorded(x, seed)) is not None:
+            return made
         return _apply(call, x, seed, q, k, v, x.bias, x.sink, x.rel_bias)
     if out is not None:
-        tensors = named_tensors(x, options, out, seed)
-        call.apart.check([tensor.data_ptr() for _, tensor in tensors])
+        call.apart.check([t.data_ptr() for _, t in named_tensors(x, options, out, seed)])
     if not call.plain:
         x = call.operands(x, seed)
     out, lse, probs = call.forward(x) if out is None else call.forward(x, out)

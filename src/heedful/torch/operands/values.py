@@ -144,6 +144,8 @@ def _check_bounds(name: str, bounds: Tensor, tokens: int | None, side: str) -> T
 
 
 def _check_used(name, used: Tensor, longest: int, room: Tensor | None, leftpad) -> None:
+    if room is leftpad is None and (not used.numel() or int(used.max()) <= longest):
+        return
     limit = room if room is not None else torch.full_like(used, longest)
     start = 0 if leftpad is None else leftpad
     wrong = (used > 0) & (used + start > limit)
