@@ -103,7 +103,7 @@ def backward(
 
 
 def records(problem: AttentionProblem, x: Operands) -> bool:
-    """Whether `recorded` takes a call: one on the caller's thread, in which every row sees a key."""
+    """Whether `recorded` takes a call: one on the caller's thread, all of whose rows see a key."""
     mask, same = problem.mask, problem.out_dtype == problem.dtype
     sees = mask.offset(problem.seqlen_q, problem.seqlen_k) + mask.right >= 0
     is_seen = not mask.bounded or (mask.left < 0 and sees)
@@ -136,8 +136,15 @@ def recorded(problem: AttentionProblem, x: Operands) -> torch.Tensor:
 
 def drawn(problem: AttentionProblem, seed: int) -> torch.Tensor:
     """Which scores of a call dropout keeps, bool (B, H, M, N). Autograd keeps it for a backward."""
-    sizes = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
-    return draw(seed, problem.dropout_p, *map(range, sizes), problem.dropout_origin)
+    return draw(
+        seed,
+        problem.dropout_p,
+        range(problem.batch),
+        range(problem.heads_q),
+        range(problem.seqlen_q),
+        range(problem.seqlen_k),
+        problem.dropout_origin,
+    )
 
 
 def _seed(problem: AttentionProblem, x: Operands) -> int:

@@ -303,7 +303,7 @@ def test_a_second_derivative_raises():
     with sdpa():
         out = F.scaled_dot_product_attention(q, k, v)
     (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="twice"):
+    with pytest.raises(RuntimeError, match="twice|is not implemented"):
         dq.sum().backward()
 
 

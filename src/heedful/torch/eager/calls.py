@@ -173,7 +173,7 @@ class Call:
         self.results = results_of(options)
         self.run_on = self.runner.run_on if self.plain and not (on_cpu or self.wants_grad) else None
         self.backwards: Backwards | None = None
-        self.recorded = recorder(self, operands) if on_cpu and problem.needs_grad else None
+        self.recorded: Any = problem.needs_grad and on_cpu and recorder(self, operands) or None
         if problem.needs_grad:
             saved = x if x.seed is not None else x._replace(seed=operands.seed)
             self.backwards = Backwards(self.runner, saved, options)

@@ -14,7 +14,8 @@ from heedful.core.call.operands import Operands
 from heedful.torch.base.dispatch import any_autocast
 
 # (pack, unpack) of the innermost hooks on saved tensors, or None. Torch's stubs do not have it.
-_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # noqa: B009
+_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009
+_hooks = _autograd._top_saved_tensors_default_hooks
 
 Recorder = Callable[[Operands, Any], Tensor | None]
 

@@ -22,7 +22,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def leaves(name: str, length: int = 20) -> list[Tensor]:
+def leaves(name: str, length: int = 20) -> list[Any]:
     dtype = torch.float16 if name == "half" else torch.float32
     dim, heads_k = (96, 4) if name == "wide" else (16, 2 if name == "grouped" else 4)
     shapes = [(2, length, heads, dim) for heads in (4, heads_k, heads_k)]
@@ -33,7 +33,7 @@ def is_recorded(out: Tensor) -> bool:
     return "Attention" not in type(out.grad_fn).__name__ or "Flash" in type(out.grad_fn).__name__
 
 
-def gradients(inputs: list[Tensor], dout: Tensor, **how: Any) -> tuple[Tensor, ...]:
+def gradients(inputs: list[Any], dout: Tensor, **how: Any) -> tuple[Tensor, ...]:
     out = heedful.flash_attn_func(*inputs, **how)
     return out, *torch.autograd.grad(out, inputs, dout)
 
@@ -91,10 +91,10 @@ def test_autocast_hooks_and_results_besides_out_take_the_other_way():
     with torch.autocast("cpu", torch.bfloat16):
         assert not is_recorded(heedful.flash_attn_func(*inputs))
     assert not is_recorded(heedful.flash_attn_func(*inputs, return_lse=True)[0])
-    seen: list[tuple[int, ...]] = []
-    with saved_tensors_hooks(lambda t: seen.append(tuple(t.shape)) or t, unhooked):
+    seen: list[int] = []
+    with saved_tensors_hooks(lambda t: seen.append(t.data_ptr()) or t, unhooked):
         heedful.flash_attn_func(*inputs)
-    assert seen.count(tuple(inputs[0].shape)) >= 3, "the caller's tensors, not views of them"
+    assert {x.data_ptr() for x in inputs} <= {*seen}
 
 
 def test_which_calls_are_recorded():
@@ -102,7 +102,7 @@ def test_which_calls_are_recorded():
 
     def recorded(rows: int, keys: int, **how: Any) -> bool:
         shapes = ((1, rows, 2, 8), (1, keys, 2, 8), (1, keys, 2, 8))
-        inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        inputs: list[Any] = [torch.randn(shape, requires_grad=True) for shape in shapes]
         return is_recorded(heedful.flash_attn_func(*inputs, backend="cpu", **how))
 
     assert recorded(9, 9) and recorded(9, 9, causal=True) and recorded(9, 10, causal=True)
@@ -129,10 +129,11 @@ def test_autograd_maps_and_accumulates_as_ever():
 
 def test_a_second_derivative_is_right_or_an_error():
     inputs = leaves("plain")
-    (dq,) = torch.autograd.grad(heedful.flash_attn_func(*inputs).sum(), inputs[0], create_graph=True)
+    out = heedful.flash_attn_func(*inputs)
+    (dq,) = torch.autograd.grad(out.sum(), inputs[0], create_graph=True)
     with pytest.raises(RuntimeError, match="not implemented"):
         dq.square().sum().backward()
-    small = [torch.randn(1, 3, 1, 4, dtype=torch.float32, requires_grad=True) for _ in range(3)]
+    small: list[Any] = [torch.randn(1, 3, 1, 4, requires_grad=True) for _ in range(3)]
 
     def second(function) -> tuple[Tensor, ...]:
         (dk,) = torch.autograd.grad(function(*small).square().sum(), small[1], create_graph=True)
