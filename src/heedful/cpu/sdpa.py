@@ -119,8 +119,8 @@ def _single_queries(problem: AttentionProblem, x: Operands, out: torch.Tensor | 
     def attend(_, item: tuple[int, int]) -> None:
         b, length = item
         if length:
-            own = k[b].narrow(2, 0, length), v[b].narrow(2, 0, length)
-            made[b] = _flash(q[b], *own, scale=problem.scale)
+            keys, values = (a[b].narrow(2, 0, length) for a in (k, v))
+            made[b] = _flash(q[b], keys, values, scale=problem.scale)
         else:
             made[b] = torch.zeros_like(q[b]), q[b].new_full(q[b].shape[:3], -torch.inf).float()
 
