@@ -224,8 +224,7 @@ class Call:
 
     def seeded(self, x: Operands, seed) -> Operands:
         """The caller's tensors in the operands' dtypes, with the Philox key of one call."""
-        if self.casts:
-            x = adapt(x, self.casts)
+        x = adapt(x, self.casts) if self.casts else x
         return x._replace(seed=make_seed(seed, x.q.device)) if self.dropout else x
 
     def laid_out(self, x: Operands) -> Operands:
@@ -233,8 +232,7 @@ class Call:
         possible."""
         if self.wanting and is_grad_enabled():
             check_constants(x)
-        if self.steps:
-            x = adapt(x, self.steps)
+        x = adapt(x, self.steps) if self.steps else x
         if self.checks:
             check_values(x, self.problem, self.kind)
         return x
@@ -383,8 +381,7 @@ def attend(q, k, v, x: Any, options: Options, out, seed, otherwise: Callable[...
         return _apply(call, x, seed, q, k, v, x.bias, x.sink, x.rel_bias)
     if out is not None:
         call.apart.check([t.data_ptr() for _, t in named_tensors(x, options, out, seed)])
-    if not call.plain:
-        x = call.operands(x, seed)
+    x = x if call.plain else call.operands(x, seed)
     out, lse, probs = call.forward(x) if out is None else call.forward(x, out)
     return out if call.results == 0 else returned(call.results, out, lse, probs)
 
