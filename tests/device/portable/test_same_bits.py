@@ -21,7 +21,7 @@ KINDS = (
 # A tile's keys, and a part's.
 BORDERS = (128, PART_KEYS)
 DRAWN = {"longest": 2 * PART_KEYS + 200, "borders": BORDERS, "device": "cuda"}
-ALIGNED = {"names": ways.ALIGNED, "pages": (16, 64, 256)}
+ALIGNED = {"names": tuple(ways.HOPPER_WAYS), "pages": (16, 64, 256)}
 
 
 @pytest.mark.parametrize("options", ways.OPTIONS)
@@ -38,12 +38,43 @@ def test_two_ways_give_the_same_bits_by_the_portable_kernels(head_dims, dtype, o
 @pytest.mark.parametrize("options", ["causal", "window", "softcap", "sink"])
 @pytest.mark.parametrize("head_dims, dtype", KINDS, ids=str)
 def test_two_ways_give_the_same_bits_by_the_hopper_forward(head_dims, dtype, options):
+    """By default, too."""
     kind = {"head_dims": head_dims, "dtype": dtype, "options": options, **DRAWN}
-    configure(backend="hopper")
-    try:
-        assert not ways.differing(range(24), "invariant", **ALIGNED, **kind)
-    finally:
-        configure(backend=None)
+    assert not ways.differing(range(24), "invariant", **ALIGNED, **kind)
+
+
+def rotated(x, cos, sin, interleaved: bool):
+    """x (batch, tokens, heads, columns) rotated by plain operators: each product and sum is
+    rounded to float32, the result to the dtype of x."""
+    c, s, wide = cos[:, None].float(), sin[:, None].float(), x.float()
+    half = cos.shape[-1]
+    parts = (wide[..., ::2], wide[..., 1::2]) if interleaved else wide.split(half, -1)
+    turned = parts[0] * c - parts[1] * s, parts[1] * c + parts[0] * s
+    made = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return made.to(x.dtype)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("held, tokens", [(0, 300), (777, 1), (8190, 5)])
+def test_rotary_positions_in_a_step_that_appends_are_those_of_plain_operators(
+    held, tokens, interleaved
+):
+    torch.manual_seed(held)
+    angles = torch.arange(held + tokens, device="cuda")[:, None] * torch.rand(64, device="cuda")
+    cos, sin = angles.cos(), angles.sin()
+    q, k, v = (torch.randn(2, tokens, n, 128, device="cuda").bfloat16() for n in (4, 2, 2))
+    caches = torch.randn(2, 2, held + tokens, 2, 128, device="cuda").bfloat16()
+    lengths = torch.full((2,), held, dtype=torch.int32, device="cuda")
+    usual = {"causal": True, "return_softmax_lse": True, "numerics": "invariant"}
+    tables = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
+    places = slice(held, held + tokens)
+    made = []
+    for turn, more in ((False, tables), (True, {})):
+        new = [rotated(t, cos[places], sin[places], interleaved) if turn else t for t in (q, k)]
+        own = caches.clone()
+        step = {"k": new[1], "v": v, "cache_seqlens": lengths, **usual, **more}
+        made.append((*heedful.flash_attn_with_kvcache(new[0], own[0], own[1], **step), own))
+    assert ways.same_bits(*made)
 
 
 def test_fast_calls_differ_in_many_pairs():

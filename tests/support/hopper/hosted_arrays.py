@@ -19,6 +19,9 @@ class Tensor(np.ndarray):
             return tensor(np.asarray(self).view(dtype), dtype)
         return self.astype(dtype).view(Tensor)
 
+    def permute(self, order) -> "Tensor":
+        return self.transpose(order)
+
 
 def tensor(values, dtype: Any = np.int32) -> Tensor:
     return np.asarray(values, dtype).view(Tensor)
@@ -55,11 +58,11 @@ class Arrays:
     """What of `gl` and `tl` these functions use. program, programs: this one's number, and how many
     there are."""
 
-    float32, int32, int64 = np.float32, np.int32, np.int64
+    float32, int32, int64, int1 = np.float32, np.int32, np.int64, np.bool_
     constexpr = None
     PropagateNan = SimpleNamespace(ALL=True)
     static_range = range
-    SliceLayout = BlockedLayout = staticmethod(lambda *args: None)
+    SliceLayout = BlockedLayout = NVMMADistributedLayout = staticmethod(lambda *args: None)
 
     def __init__(self, program: int = 0, programs: int = 1):
         self._program, self._programs = program, programs

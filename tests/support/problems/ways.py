@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 import heedful.torch as heedful
+from heedful import configure
+from heedful.core.registry.by_hand import named
 
 PAGES = (1, 3, 16, 64)
 
@@ -235,6 +237,18 @@ WAYS: dict[str, Way] = {
 }
 
 
+def in_turn(rng: random.Random, x: Rows) -> Result:
+    """All rows of the sequence at once by the Hopper forward, whose programs take all parts of a
+    row's keys in turn, as where there are many rows."""
+    options = {name: value for name, value in x.options.items() if name != "numerics"}
+    options["backend"] = named("hopper", "forward", key_splits=1)
+    configure(numerics=x.options["numerics"])
+    try:
+        return whole(rng, replace(x, options=options))
+    finally:
+        configure(numerics=None)
+
+
 # The options of a call, from a generator, the number of query heads, keys of a tile and a device.
 Options = Callable[[random.Random, int, int, str], dict[str, Any]]
 
@@ -301,8 +315,9 @@ def same_bits(first: Result, second: Result) -> bool:
     )
 
 
-# Ways that any kernel takes: those that load by TMA want aligned tensors.
-ALIGNED = tuple(name for name in WAYS if name != "unaligned")
+# Ways of the Hopper forward, which loads by TMA and wants aligned tensors.
+HOPPER_WAYS = {name: way for name, way in WAYS.items() if name != "unaligned"}
+HOPPER_WAYS["in_turn"] = in_turn
 
 
 def differing(
@@ -317,7 +332,8 @@ def differing(
         x = draw(rng, **drawn)
         x = replace(x, options={**x.options, "numerics": numerics})
         first, second = rng.sample(names, 2)
-        one, other = WAYS[first](rng, x), WAYS[second](rng, x)
+        every = WAYS | HOPPER_WAYS
+        one, other = every[first](rng, x), every[second](rng, x)
         if not same_bits(one, other):
             rows = (one[0] != other[0]).flatten(1).any(1).nonzero().flatten() + x.first
             lses = (one[1] != other[1]).any(0).nonzero().flatten() + x.first

@@ -217,7 +217,7 @@ def _left_to_others(v: Variant, problem, device, toolchain, named: Overrides | N
         for other in preferred
         if (named is None or named.backend == other.backend)
         and any(
-            not kernel.why_not(problem, device, toolchain)
+            not kernel.why_not(other.asks or problem, device, toolchain)
             for kernel in Overrides(other.backend, other.variant).kernels()
             if kernel.direction == v.direction
         )
@@ -244,7 +244,6 @@ def _choose(
                 reasons = _left_to_others(v, problem, device, toolchain, named)
             reasons = reasons or v.why_not(problem, device, toolchain)
             is_free = v.by_default or v.backend in tools.validated
-            is_free = is_free and not (problem.invariant and v.varies is None)
             if not reasons and named and v not in allowed:
                 reasons = [f"backend={backend!r} was asked for"]
             elif not reasons and not named and not is_free:

@@ -53,6 +53,8 @@ Scheduler = Literal["dynamic", "static", "single"]
 _L2_HEADS, _L2_HEADS_FP8 = 4, 2
 # With numerics="invariant": if each SM has so many tiles, programs take all their parts in turn.
 _LEAST_TURNS = 8
+# Floats of a row beside its output that programs hold between parts: three numbers in eight copies.
+HELD_NUMBERS = 3 * 8
 _LAST_WAVES = 2
 _L2_GROUP_TILES = 8
 # In the backward, key tiles share queries, dO and sums of dQ: these are to fill so much of L2, in
@@ -144,6 +146,8 @@ def splits_of(plan: "Plan", problem: AttentionProblem) -> int:
 def best_splits(config: TileConfig, problem: AttentionProblem, device: DeviceSpec) -> int:
     """The splits that `choose_splits` gives for the tiles of a forward, or those chosen by hand."""
     if isinstance(config, HopperForwardConfig) and config.part_keys:
+        if config.key_splits:
+            return 1
         tiles, parts = hopper_tiles(config, problem), parts_of(config, problem)
         return programs_of_parts(tiles, parts, device.units * _LEAST_TURNS)
     if isinstance(config, HopperForwardConfig) and config.key_splits:
@@ -180,7 +184,11 @@ def scheduler_of(
     each tile) where neither is known to be faster."""
     if isinstance(config, HopperWideConfig):
         return "single"
-    if problem.varlen_q or parts_of(config, problem) > 1:
+    if problem.varlen_q:
+        return "dynamic"
+    # Numbers of parts differ, or programs hold results between them.
+    may_differ = splits > 1 or problem.used_q or problem.ragged_k
+    if may_differ and parts_of(config, problem) > 1:
         return "dynamic"
     if problem.used_q or problem.ragged_k:
         return "single"
@@ -249,7 +257,7 @@ def _hopper_forward(plan: "Plan", problem: AttentionProblem, splits: int):
         launches["portable.merge_parts"] = _merge_parts(problem)
     workspaces = []
     if plan.in_turn:
-        columns = tile_dim(problem.head_dim_v) + 3
+        columns = tile_dim(problem.head_dim_v) + HELD_NUMBERS
         workspaces.append(Workspace.of("held", programs, config.block_m, columns))
     if plan.scheduler == "dynamic":
         # An earlier kernel sets the counter.

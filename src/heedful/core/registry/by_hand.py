@@ -15,7 +15,7 @@ OPTIONS = {
     "hopper.backward_pair": _BACKWARD,
     "hopper.backward_wide": _BACKWARD,
     "hopper.backward_halves": _BACKWARD,
-    "hopper.forward": ("key_splits",),
+    "hopper.forward": ("key_splits", "part_keys"),
     "hopper.wide_forward": ("block_m", "num_stages", "key_splits"),
     "decode.forward": (
         *("block_m", "block_n", "num_warps", "num_stages"),
@@ -164,6 +164,17 @@ def with_options(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionPr
             raise ValueError(
                 f"backend: {name} must be a power of two of at least {least}, got {value}"
             )
+    keys = made.get("part_keys", row.config.block_n)
+    if keys < 1 or keys % row.config.block_n or ("part_keys" in made and not problem.invariant):
+        raise ValueError(
+            f"backend: part_keys, of numerics='invariant', must be a multiple of"
+            f" {row.config.block_n} keys, got {keys}"
+        )
+    if problem.invariant and made.get("key_splits", 1) > 1:
+        raise ValueError(
+            "backend: key_splits of numerics='invariant' is 1, so that programs take all parts in"
+            f" turn, got {made['key_splits']}"
+        )
     regs = made.get("producer_regs", 24)
     if regs % 8 or not 24 <= regs <= 232:
         raise ValueError(

@@ -50,8 +50,7 @@ class Variant:
     and `backward` make its Program; "" launches no kernels. module: the module whose `forward` and
     `backward` run on the host. framework: the one whose calls it takes, "" for any; a plan does not
     mention variants of other frameworks. varies: of a forward, what the bits of a row depend on
-    that numerics="invariant" does not allow; "" if nothing, None if it has not run so and takes
-    such calls by name alone.
+    that numerics="invariant" does not allow; "" if nothing.
     """
 
     backend: str
@@ -77,7 +76,7 @@ class Variant:
     framework: str = ""
     alias: str = ""
     unrun: frozenset[str] = frozenset()
-    varies: str | None = ""
+    varies: str = ""
 
     @property
     def label(self) -> str:
@@ -102,8 +101,8 @@ class Variant:
         level = self.levels.get(device.arch) or self.levels.get(f"{device.vendor}:*")
         if level == "run" and problem and self.unrun and self.unrun & problem.features():
             return "compile-only"
-        # Parts have other borders, or other functions merge them, since they ran.
-        if level == "run" and problem and problem.invariant:
+        # Above head dim 128 parts have other borders since they ran.
+        if level == "run" and problem and problem.invariant and problem.head_dim > 128:
             return "compile-only"
         return level
 
@@ -412,8 +411,6 @@ VARIANTS: tuple[Variant, ...] = (
         "hopper.forward",
         triton=(3, 6),
         gates=(*_HOPPER_GATES, *gates.OF_THE_HOPPER_FORWARD),
-        varies=None,
-        unrun=frozenset(),
     ),
     _on_hopper(
         "hopper",
@@ -499,6 +496,7 @@ VARIANTS: tuple[Variant, ...] = (
             gates.fp8_conversion,
             gates.wider_keys_than_values,
         ),
+        preferences=(preferences.in_every_layout,),
         configs=("portable.forward", "portable.scores"),
         program="heedful.launch.bind.portable",
     ),

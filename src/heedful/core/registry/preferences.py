@@ -1,6 +1,7 @@
 """By default a kernel leaves some calls to another that takes them too and is faster there
 (core/planning/plan.py). All measurements are in measurements/decode.md."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from heedful.core.base.device import DeviceSpec
@@ -10,11 +11,30 @@ from heedful.core.registry.tiles import DECODE_ROWS
 
 
 class Preferred(NamedTuple):
-    """The faster backend, the reason, and its variant, "" for any."""
+    """The backend that is faster, or whose bits are asked for, the reason, and its variant, "" for
+    any. asks: the call that it must take, if that is not the call itself."""
 
     backend: str
     why: str
     variant: str = ""
+    asks: AttentionProblem | None = None
+
+
+def in_every_layout(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
+    """With numerics="invariant" the options of a call decide on its kernel. How its tensors lie
+    does not: another kernel would give other bits. So the Hopper forward is preferred if it takes
+    the call in some layout, and refuses others."""
+    if not problem.invariant:
+        return None
+    asks = replace(
+        problem,
+        aligned=True,
+        even_rows=True,
+        page_size=16 * bool(problem.page_size),
+        leftpad_k=problem.leftpad_k and not problem.page_size,
+    )
+    words = "with numerics='invariant' for these options, in every layout"
+    return Preferred("hopper", words, "forward", asks)
 
 
 # The forward takes 16-bit calls with more rows of a KV head than these: over any keys, and over

@@ -58,8 +58,8 @@ class PortableConfig(TileConfig):
         return replace(self, block_m=min(self.block_m, most), block_n=min(self.block_n, most))
 
 
-# Keys of a part where bits do not depend on how a call is made. A sequence's parts begin at
-# multiples of it, whatever kernel processes them.
+# Keys of a part where bits do not depend on how a call is made; in the Hopper forward twice as many
+# at head dims above 128. A sequence's parts begin at multiples of it.
 PART_KEYS = 8192
 
 
@@ -234,7 +234,8 @@ class HopperForwardConfig(HopperConfig):
     tail_d, tail_e: a tile of queries and keys, or one of values, has 192 columns in three boxes of
     64. stored_stages: stages of keys, and of values, as a quantised cache stores them; 0 = they
     need no conversion. key_splits: a number of splits to measure; 0 = as core/planning/splits.py
-    chooses. part_keys: as of `PortablePartsConfig`.
+    chooses. part_keys: as of `PortablePartsConfig`; one key split then stands for programs that
+    take all parts in turn.
     """
 
     v_stages: int = 0

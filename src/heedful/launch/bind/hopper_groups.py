@@ -245,7 +245,7 @@ def _split_kv(
         part_tiles = config.part_keys // config.block_n
     if splits is None:
         rest, largest = pointer(buffers, "rest"), pointer(buffers, "max_scores")
-        held = pointer(buffers, "held")
+        held = pointer(buffers, "held", True)
         return args.SplitKV(None, rest, largest, None, None, None, part_tiles, held)
     return args.SplitKV(
         partials=pointer(buffers, "partial_out"),

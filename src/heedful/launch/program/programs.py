@@ -98,6 +98,11 @@ def in_turn(
     first = portable_cache.ahead(
         arrays, problem.page_size, interleaved, problem.mask.bounded, position0
     )
+    if problem.invariant:
+        # Each product and sum of a rotation is rounded, as where plain operators rotate before.
+        plain = {"enable_fp_fusion": False}
+        calls = (replace(call, options={**call.options, **plain}) for call in first.calls)
+        first = replace(first, calls=tuple(calls))
     attention = program(plan, "forward", arrays)
     workspaces = [Workspace(name, spec) for name, spec in scratch.items()]
     return Program(first.calls + attention.calls, (*attention.workspaces, *workspaces))

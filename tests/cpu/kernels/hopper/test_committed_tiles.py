@@ -58,3 +58,40 @@ def test_consumers_have_the_sizes_that_the_producer_found(lengths):
     taken, split = host.turned(tile_scheduler.current_work_tile)(params, ring, Int(7), None)
     assert (split, taken.batch, taken.head, taken.row) == (2, 1, 3, 0)
     assert {name: getattr(taken.seq, name) for name in SIZES} == seq
+
+
+@pytest.mark.parametrize("programs", [1, 4])
+@pytest.mark.parametrize("lengths", [(100, 1, 513, 0), (2048,), (0, 0), (1, 1025, 1024)])
+def test_a_producer_takes_the_parts_that_sequences_have_and_no_others(lengths, programs):
+    """Each once, whoever takes it; the first of each sequence, though it be empty."""
+    part_keys, tiles = 512, len(lengths)
+    splits = -(-max(lengths) // part_keys) + 1
+    taken = 0
+
+    def advance(index):
+        nonlocal taken
+        taken += 1
+        return Int(programs + taken - 1)
+
+    def tile_at(params, scheduler, index):
+        seq = SimpleNamespace(len_k=Int(lengths[int(index) % tiles]))
+        return SimpleNamespace(seq=seq), Int(int(index) // tiles)
+
+    params = SimpleNamespace(
+        split=SimpleNamespace(splits=Int(splits), PART_TILES=4),
+        tile=SimpleNamespace(BLOCK_N=part_keys // 4),
+    )
+    scheduler = SimpleNamespace(count=Int(splits * tiles), advance=advance)
+    numbers = Numbers(Machine(0), lambda _: 0, 1)
+    host = Host({"gl": numbers, "tl": numbers, "work_tile_at": tile_at})
+    next_part, found = host.turned(tile_scheduler.next_part), []
+    for program in range(programs):
+        index = next_part(params, scheduler, Int(program))
+        while index < scheduler.count:
+            found.append((int(index) % tiles, int(index) // tiles))
+            index = next_part(params, scheduler, advance(index))
+    has = {(i, p) for i, n in enumerate(lengths) for p in range(max(1, -(-n // part_keys)))}
+    assert sorted(found) == sorted(has)
+    # Splits of other numerics are taken as they come.
+    params.split.PART_TILES = None
+    assert next_part(params, scheduler, Int(3)) == 3

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from heedful.core.planning.sizes import HELD_NUMBERS
 from heedful.kernels.common import parts as common
 from heedful.kernels.hopper.forward import epilogue
 from heedful.kernels.hopper.sm90 import mma
@@ -106,7 +107,7 @@ class Forward:
     def run(self, function, *arrays, turn: Any = None) -> None:
         split = tensor(self.split or 0) if turn is None else turn.part
         args = self.outputs, *arrays, self.tile, tensor(0), split, self.params, 0
-        self.host.turned(function)(*args, np.float32(V_FACTOR), turn)
+        self.host.turned(function)(*args, np.float32(V_FACTOR), turn, 0)
 
     def rows(self):
         """(row of the tile, token, head) of rows that exist."""
@@ -197,7 +198,7 @@ def test_the_log_sum_exp_of_a_part_is_what_a_merge_of_it_alone_gives(split, rest
 @pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_parts_in_turn_have_the_bits_of_parts_that_are_stored_and_merged_last_first(count, sink):
-    held = np.full(ROWS * (DIM + 3), UNTOUCHED, np.float32)
+    held = np.full(ROWS * (DIM + HELD_NUMBERS), UNTOUCHED, np.float32)
     one = Forward(sink=sink, in_parts=True, held=held)
     parts = [draw(one) for _ in range(count)]
     host = Host({"gl": Arrays(), "tl": Arrays()})

@@ -2,6 +2,7 @@
 call goes, however many SMs there are; and each kernel that takes no such call says why."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,10 +18,10 @@ from heedful.core.call.operands import Operands
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import explain, plan
 from heedful.core.registry import capability
-from heedful.core.registry.by_hand import Overrides
+from heedful.core.registry.by_hand import Overrides, forced
 from heedful.core.registry.tiles import PART_KEYS
 from heedful.launch.program import buffers
-from heedful.launch.program.programs import program
+from heedful.launch.program.programs import program, step
 
 HEAD_DIMS = ((40, 40), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512))
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -113,8 +114,9 @@ OF_HOPPER = ("plain", "softcap", "sink", "float16")
 
 
 def taken_by(dims, option, device: str, backend: str | None) -> str:
-    """The kernel that takes such calls."""
-    return "forward" if backend == "hopper" else "attention_in_parts"
+    """The kernel that takes such calls, whatever their layout."""
+    is_hopper = device == "H200" and option in OF_HOPPER and dims[0] <= 256
+    return "forward" if is_hopper and backend != "portable" else "attention_in_parts"
 
 
 ASKED = [
@@ -124,7 +126,12 @@ ASKED = [
         for option in OPTIONS
         for device in ("H200", "B200")
     ),
-    *((dims, option, "H200", "hopper") for dims in HEAD_DIMS[:-1] for option in OF_HOPPER),
+    *(
+        (dims, option, "H200", backend)
+        for dims in HEAD_DIMS[:-1]
+        for option in OF_HOPPER
+        for backend in ("hopper", "portable")
+    ),
 ]
 
 
@@ -142,8 +149,9 @@ def test_all_that_decides_bits_is_one_for_each_head_dim(dims, option, device, ba
     kernel = taken_by(dims, option, device, backend)
     assert set(found) == {"plan", kernel, "merge_parts"}
     tiles = dict(found[kernel])
-    assert tiles["PART_TILES"] * tiles["BLOCK_N"] == PART_KEYS
-    assert dict(found["merge_parts"])["PART_KEYS"] == PART_KEYS
+    part_keys = PART_KEYS * (2 if kernel == "forward" and dims[0] > 128 else 1)
+    assert tiles["PART_TILES"] * tiles["BLOCK_N"] == part_keys
+    assert dict(found["merge_parts"])["PART_KEYS"] == part_keys
 
 
 def test_fast_calls_differ_in_what_decides_bits():
@@ -169,23 +177,33 @@ def test_each_kernel_takes_such_calls_or_says_why_not(device):
             assert row.varies or row.label in ("portable", "hopper/forward")
 
 
-def test_the_hopper_forward_is_asked_by_name_alone_until_it_has_run():
-    problem = AttentionProblem.dense(**PLAIN, invariant=True)
-    portable = plan(problem, by_name("H200"))
-    assert (portable.backend, portable.level) == ("portable", "compile-only")
-    chosen = plan(problem, by_name("H200"), backend="hopper")
-    assert (chosen.backend, chosen.level) == ("hopper", "compile-only")
-    cases: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"alibi": True}, "ALiBi"),
-        ({"aligned": False}, "off 16 bytes"),
-    )
-    for facts, words in cases:
-        with pytest.raises(ValueError, match=words):
-            plan(
-                AttentionProblem.dense(**PLAIN, **facts, invariant=True),
-                by_name("H200"),
-                backend="hopper",
-            )
+LAYOUTS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"aligned": False}, "off 16 bytes"),
+    ({"used_k": True, "even_rows": False}, "no multiples of row strides"),
+    ({"used_k": True, "page_size": 24}, "page_size 24"),
+    ({"used_k": True, "page_size": 16, "leftpad_k": True}, "left-padded pages"),
+)
+
+
+@pytest.mark.parametrize("facts, words", LAYOUTS, ids=str)
+def test_options_choose_the_kernel_and_a_layout_that_it_does_not_take_is_refused(facts, words):
+    """Another kernel would give other bits; it takes all layouts where it is named."""
+    usual = AttentionProblem.dense(**PLAIN, invariant=True)
+    assert plan(usual, by_name("H200")).backend == "hopper"
+    problem = replace(usual, **facts)
+    with pytest.raises(ValueError, match=f"{words}.*hopper/forward is preferred with numerics"):
+        plan(problem, by_name("H200"))
+    assert plan(problem, by_name("H200"), backend="portable").backend == "portable"
+    with pytest.raises(ValueError, match="ALiBi"):
+        plan(replace(usual, alibi=True), by_name("H200"), backend="hopper")
+    # With an option that the Hopper forward does not take, every layout is the portable kernels'.
+    assert plan(replace(problem, alibi=True), by_name("H200")).backend == "portable"
+
+
+def test_a_call_without_tokens_is_taken_in_every_layout():
+    facts: dict[str, Any] = {**PLAIN, "seqlen_k": 0}
+    problem = AttentionProblem.dense(**facts, invariant=True)
+    assert plan(problem, by_name("H200")).backend == "portable"
 
 
 @pytest.mark.parametrize("batch, seqlen_q", [(1, 1), (200, 1), (1, 30000), (1, 300)])
@@ -202,6 +220,48 @@ def test_parts_are_merged_in_one_order_by_a_kernel_or_by_the_programs(batch, seq
     assert len(held) == is_in_turn
     if not is_in_turn:
         assert dict(calls["merge_parts"].constants)["LAST_FIRST"]
+
+
+def by_hand(options: str, **facts: Any):
+    """The plan of a call of 30000 keys with these options of the Hopper forward."""
+    problem = AttentionProblem.dense(**PLAIN | {"seqlen_k": 30000, **facts})
+    return plan(problem, by_name("H200"), backend=forced(f"hopper/forward+{options}"))
+
+
+def test_parts_are_as_long_as_chosen_by_hand_and_taken_in_turn():
+    chosen = by_hand("part_keys=1024", invariant=True)
+    assert (chosen.num_splits, chosen.in_turn) == (30, False)
+    calls = {call.kernel.function: call for call in program(chosen, "forward").calls}
+    assert calls["forward"].constants["params.split.PART_TILES"] == 1024 // 128
+    assert calls["merge_parts"].constants["PART_KEYS"] == 1024
+    chosen = by_hand("key_splits=1+part_keys=2048", invariant=True)
+    assert (chosen.num_splits, chosen.in_turn) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "options, facts, words",
+    [
+        ("part_keys=1000", {"invariant": True}, "a multiple of 128 keys, got 1000"),
+        ("part_keys=0", {"invariant": True}, "a multiple of 128 keys, got 0"),
+        ("part_keys=1024", {}, "part_keys, of numerics='invariant', must be"),
+        ("key_splits=3", {"invariant": True}, "in turn, got 3"),
+    ],
+    ids=str,
+)
+def test_parts_that_cannot_be_are_refused(options, facts, words):
+    with pytest.raises(ValueError, match=words):
+        by_hand(options, **facts)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_what_is_appended_is_rotated_as_plain_operators_do(invariant):
+    """Where bits matter: the compiler then fuses no product with a sum."""
+    problem = AttentionProblem.dense(**PLAIN, used_k=True, invariant=invariant)
+    chosen = plan(problem, by_name("H200"), backend="hopper")
+    made = step(chosen, buffers.step(problem, 64, "halves"), False, 0)
+    (append,) = (c for c in made.calls if c.kernel.function == "append_and_rotate")
+    assert append.options.get("enable_fp_fusion", True) is not invariant
+    assert all("enable_fp_fusion" not in c.options for c in made.calls if c is not append)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,14 @@ from heedful.kernels.hopper.sm90.tile_scheduler import (
 
 
 @gluon.jit
+def release_queries(q, q_state, params):
+    """Frees a work tile's queries, which finished products have read, unless results pass through
+    their memory."""
+    if not params.tile.OUT_IN_Q:
+        q.consumer_release_after_mma(q_state)
+
+
+@gluon.jit
 def consumer(outputs, q, kv, scheduler, params: HopperParams, CONSUMER: gl.constexpr):
     """Computes rows [64 CONSUMER, 64 CONSUMER + 64) of every work tile.
 
@@ -91,12 +99,18 @@ def consumer(outputs, q, kv, scheduler, params: HopperParams, CONSUMER: gl.const
                 acc, m_M, l_ML, kv_state = mainloop(
                     q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSUMER
                 )
+            if IN_TURN:  # noqa: SIM102  (known when compiling, and `and` is not)
+                # All its parts share the queries.
+                if turn.is_last:
+                    release_queries(q, q_state, params)
             l_M = gl.sum(l_ML, 1)
             kv_state = skip(kv, kv_state, blocks.begin - program_blocks.begin, params, CONSUMER)
             row_layout: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
             m_M = gl.convert_layout(m_M, row_layout)
             l_M = gl.convert_layout(l_M, row_layout)
-            store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor, turn)
+            store_rows(
+                outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor, turn, CONSUMER
+            )
             if PREFETCHES:
                 tile = next_tile
         else:
@@ -104,18 +118,32 @@ def consumer(outputs, q, kv, scheduler, params: HopperParams, CONSUMER: gl.const
                 kv, kv_state, n_block_count(params, program_blocks), params, CONSUMER
             )
             if not params.tile.OUT_IN_Q:
-                q.consumer_release(q_state)
+                if IN_TURN:
+                    if turn.is_last:
+                        q.consumer_release(q_state)
+                else:
+                    q.consumer_release(q_state)
             if query_position(params, row) < tile.seq.stored_q:
                 zeros = no_output(kv.v, params)
-                store_empty(outputs, zeros, tile, row, split, params, place, v_factor, turn)
+                store_empty(
+                    outputs, zeros, tile, row, split, params, place, v_factor, turn, CONSUMER
+                )
             if PREFETCHES:
                 scheduler_state = scheduler_state.next()
                 index, tile = next_work_tile(params, scheduler, index, scheduler_state)
-        if params.tile.OUT_IN_Q:
-            tma.store_wait(0)
-            q.consumer_release(q_state)
-        q_state = q_state.ahead(params.tile.CONSUMERS)
-        q_full_state = q_full_state.ahead(params.tile.CONSUMERS)
+        if IN_TURN:
+            if turn.is_last:
+                if params.tile.OUT_IN_Q:
+                    tma.store_wait(0)
+                    q.consumer_release(q_state)
+                q_state = q_state.ahead(params.tile.CONSUMERS)
+                q_full_state = q_full_state.ahead(params.tile.CONSUMERS)
+        else:
+            if params.tile.OUT_IN_Q:
+                tma.store_wait(0)
+                q.consumer_release(q_state)
+            q_state = q_state.ahead(params.tile.CONSUMERS)
+            q_full_state = q_full_state.ahead(params.tile.CONSUMERS)
         if not PREFETCHES:
             scheduler_state = scheduler_state.next()
             next_index = scheduler.get_current_work(index, scheduler_state)

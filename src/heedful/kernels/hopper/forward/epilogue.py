@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from heedful.kernels.common.constants import LN2, LOG2E
 from heedful.kernels.common.log_sum import log_sum_exp, rounded_log_sum_exp
 from heedful.kernels.common.parts import all_parts, part_weights, plus_part
-from heedful.kernels.hopper.sm90.compat import aggregate, barrier, reinterpret, tma_store
+from heedful.kernels.hopper.sm90.compat import aggregate, reinterpret, tma_store
 from heedful.kernels.hopper.sm90.mma import ROWS, scale_output
 from heedful.kernels.hopper.sm90.pipeline import allocate_boxes, pair_of_boxes
 from heedful.kernels.hopper.sm90.promotion import allocate_sums
@@ -222,50 +222,109 @@ def with_sink(m_M, l_M, tile, row, split, params):
 
 
 @gluon.jit
-def with_held(params, out, lse_M, rest_M, within, turn):
+def by_threads(x_ME):
+    """A tile as one line, in which each thread has four values side by side, so that it stores them
+    at once: those of two rows and two columns."""
+    M: gl.constexpr = x_ME.shape[0]
+    E: gl.constexpr = x_ME.shape[1]
+    # Warps, rows of a thread, lanes; columns: of all threads, lanes, of a thread.
+    x = x_ME.reshape([M // 16, 2, 8, E // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([M * E])
+    return gl.convert_layout(x, gl.BlockedLayout([4], [32], [4], [0]))
+
+
+@gluon.jit
+def of_threads(at, layout: gl.constexpr, E: gl.constexpr):
+    """The tile of E columns that was stored at `at` as `by_threads` lays it."""
+    line: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    x = gl.load(at + gl.arange(0, ROWS * E, layout=line))
+    x = x.reshape([E // 8, ROWS // 16, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([ROWS, E])
+    return gl.convert_layout(x, layout)
+
+
+@gluon.jit
+def hold(at, x_ME):
+    """Stores a tile for `of_threads`: each thread reads what it has written itself."""
+    line: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    gl.store(at + gl.arange(0, x_ME.shape[0] * x_ME.shape[1], layout=line), by_threads(x_ME))
+
+
+# The columns of a tile in which each thread has the number of each of its rows.
+HELD: gl.constexpr = gl.constexpr(8)
+
+
+@gluon.jit
+def hold_rows(at, x_M):
+    """Stores a number of each row."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HELD, 16])
+    every_MN = gl.full([ROWS, HELD], 1, gl.int1, layout)
+    x_M = gl.convert_layout(x_M, gl.SliceLayout(1, layout))
+    hold(at, gl.where(every_MN, x_M[:, None], 0.0))
+
+
+@gluon.jit
+def held_rows(at, layout: gl.constexpr):
+    """The numbers that `hold_rows` stored."""
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HELD, 16])
+    return gl.convert_layout(gl.max(of_threads(at, wide, HELD), 1), layout)
+
+
+@gluon.jit
+def with_held(params, out, lse_M, rest_M, turn, CONSUMER: gl.constexpr):
     """(output, log-sum-exp in two numbers) of one consumer's rows over this part of their keys and
     those that the program took before. Unless this is the last, it holds them in memory of its
-    program: outputs, then their largest log-sum-exp in two numbers, then their sums of weights.
-    within: the first row's place in the work tile."""
+    program: outputs, then their largest log-sum-exp in two numbers and their sums of weights."""
     layout: gl.constexpr = lse_M.type.layout
-    ALL: gl.constexpr = params.tile.CONSUMERS * ROWS
     E: gl.constexpr = out[0].shape[1] + (out[1].shape[1] if len(out) > 1 else 0)
-    held = params.split.held + gl.program_id(0) * (ALL * (E + 3))
-    rows_M = within + gl.arange(0, ROWS, layout=layout)
-    at_M = held + ALL * E + rows_M
-    goes_M = (rows_M >= 0) & (turn.number > 0)
-    # One of the lanes that share a row has written its numbers.
-    barrier()
-    old_lse_M = gl.load(at_M, mask=goes_M, other=float("-inf"))
-    old_rest_M = gl.load(at_M + ALL, mask=goes_M, other=0.0)
-    total_M = gl.load(at_M + 2 * ALL, mask=goes_M, other=0.0)
+    EACH: gl.constexpr = ROWS * (E + 3 * HELD)
+    held = params.split.held + gl.program_id(0) * (params.tile.CONSUMERS * EACH) + CONSUMER * EACH
+    numbers = held + ROWS * E
+    old_lse_M = gl.full([ROWS], float("-inf"), gl.float32, layout)
+    old_rest_M = gl.zeros([ROWS], gl.float32, layout)
+    total_M = gl.zeros([ROWS], gl.float32, layout)
+    if turn.number > 0:
+        old_lse_M = held_rows(numbers, layout)
+        old_rest_M = held_rows(numbers + ROWS * HELD, layout)
+        total_M = held_rows(numbers + 2 * ROWS * HELD, layout)
     top_M, top_rest_M, old_M, new_M = part_weights(old_lse_M, old_rest_M, lse_M, rest_M)
     total_M = gl.fma(total_M, old_M, new_M)
-    merged = (plus_held(held, within, out[0], old_M, new_M, turn, E, 0),)
+    merged = (plus_held(held, out[0], old_M, new_M, turn),)
     if len(out) > 1:
-        merged = merged + (plus_held(held, within, out[1], old_M, new_M, turn, E, out[0].shape[1]),)
+        merged = merged + (plus_held(held + ROWS * out[0].shape[1], out[1], old_M, new_M, turn),)
     if not turn.is_last:
-        barrier()
-        gl.store(at_M, top_M)
-        gl.store(at_M + ALL, top_rest_M)
-        gl.store(at_M + 2 * ALL, total_M)
+        hold_rows(numbers, top_M)
+        hold_rows(numbers + ROWS * HELD, top_rest_M)
+        hold_rows(numbers + 2 * ROWS * HELD, total_M)
     lse_M, rest_M, total_M = all_parts(top_M, top_rest_M, total_M)
     return scale_output(merged, 1.0 / total_M), lse_M, rest_M
 
 
 @gluon.jit
-def plus_held(held, within, x_ME, old_M, new_M, turn, E: gl.constexpr, FIRST: gl.constexpr):
-    """The columns of an output from FIRST on, weighted, with those held so far, which they replace
+def plus_held(at, x_ME, old_M, new_M, turn):
+    """An output, or its last columns, weighted, with those held at `at` so far, which they replace
     unless this is the last part."""
+    M: gl.constexpr = x_ME.shape[0]
+    E: gl.constexpr = x_ME.shape[1]
+    if E <= 128:
+        return plus_held_columns(at, x_ME, old_M, new_M, turn)
+    else:
+        # ptxas: all columns at once, beside those held, would take more registers than there are.
+        first, last = x_ME.reshape([M, 2, E // 2]).permute([0, 2, 1]).split()
+        first = plus_held_columns(at, first, old_M, new_M, turn)
+        last = plus_held_columns(at + M * (E // 2), last, old_M, new_M, turn)
+        x = gl.join(first, last).permute([0, 2, 1]).reshape([M, E])
+        return gl.convert_layout(x, x_ME.type.layout)
+
+
+@gluon.jit
+def plus_held_columns(at, x_ME, old_M, new_M, turn):
+    """`plus_held` of so few columns that registers hold them twice."""
     layout: gl.constexpr = x_ME.type.layout
-    rows_M = within + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    dims_E = FIRST + gl.arange(0, x_ME.shape[1], layout=gl.SliceLayout(0, layout))
-    at_ME = held + (rows_M * E)[:, None] + dims_E[None, :]
-    goes_ME = (rows_M >= 0)[:, None] & (dims_E >= 0)[None, :] & (turn.number > 0)
-    old_ME = gl.load(at_ME, mask=goes_ME, other=0.0)
+    old_ME = gl.zeros(x_ME.shape, gl.float32, layout)
+    if turn.number > 0:
+        old_ME = of_threads(at, layout, x_ME.shape[1])
     x_ME = plus_part(old_ME, rows_of(old_M, x_ME), x_ME, rows_of(new_M, x_ME))
     if not turn.is_last:
-        gl.store(at_ME, x_ME)
+        hold(at, x_ME)
     return x_ME
 
 
@@ -306,7 +365,20 @@ def store_log_sums(outputs, m_M, l_M, seen_M, tile, row, split, params):
 
 
 @gluon.jit
-def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor, turn):
+def store_rows(
+    outputs,
+    acc,
+    m_M,
+    l_M,
+    tile,
+    row,
+    split,
+    params,
+    place,
+    v_factor,
+    turn,
+    CONSUMER: gl.constexpr,
+):
     """Normalises one consumer's rows, and stores them and their log-sum-exp. v_factor: descale of
     values of 8 bits. turn: of parts that a program takes in turn, else None."""
     out, m_M, l_M, seen_M = normalised(acc, m_M, l_M, tile, row, split, params, v_factor)
@@ -314,7 +386,7 @@ def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor
     if params.split.held is not None:
         lse_M, rest_M = rounded_log_sum_exp(m_M, l_M, params.mods.unit is None)
         lse_M = gl.where(seen_M, lse_M, float("-inf"))
-        out, lse_M, rest_M = with_held(params, out, lse_M, rest_M, row - tile.row, turn)
+        out, lse_M, rest_M = with_held(params, out, lse_M, rest_M, turn, CONSUMER)
         if turn.is_last:
             if params.seqs.used_q is not None:
                 out = keep_rows(out, is_row(params, row, tile.seq.len_q, layout))
@@ -336,7 +408,9 @@ def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor
 
 
 @gluon.jit
-def store_empty(outputs, acc, tile, row, split, params, place, v_factor, turn):
+def store_empty(
+    outputs, acc, tile, row, split, params, place, v_factor, turn, CONSUMER: gl.constexpr
+):
     """Stores the results of rows that saw no key: `acc`, which is zero, and a log-sum-exp of -inf
     or of the sink."""
     row_layout: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
@@ -351,4 +425,6 @@ def store_empty(outputs, acc, tile, row, split, params, place, v_factor, turn):
             store_lse(params.split.rest, zero_M, tile, row, split, params, 0.0)
     else:
         zero_M = gl.zeros([ROWS], gl.float32, row_layout)
-        store_rows(outputs, acc, none_M, zero_M, tile, row, split, params, place, v_factor, turn)
+        store_rows(
+            outputs, acc, none_M, zero_M, tile, row, split, params, place, v_factor, turn, CONSUMER
+        )

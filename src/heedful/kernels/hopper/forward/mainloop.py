@@ -47,6 +47,8 @@ from heedful.kernels.hopper.sm90.softmax import (
 )
 from heedful.kernels.hopper.sm90.speculative_softmax import (
     headroom,
+    reference_of,
+    references_of_rows_above,
     rescale_from_scores,
     rescore,
     sum_limit,
@@ -173,6 +175,25 @@ def store_largest(largest_ML, m_M, scale_log2, acc, tile, row, params):
 
 
 @gluon.jit
+def first_reference(s_MN, scale_log2, params, HEAD: gl.constexpr):
+    """The references of rows that have seen these scores alone."""
+    if params.tile.RESCALE == "speculative" and params.split.PART_TILES is not None:
+        return reference_of(s_MN, scale_log2, HEAD)
+    else:
+        return peaks(s_MN, scale_log2, params.mods.unit is not None) + HEAD
+
+
+@gluon.jit
+def moved_reference(s_MN, sums_ML, m_M, scale_log2, params, dtype: gl.constexpr):
+    """The references to which a warp moves its rows, which have these scores, at least: all rows
+    or, where no row may follow another, those whose own sums are above the limit."""
+    if params.split.PART_TILES is not None:
+        return references_of_rows_above(s_MN, sums_ML, m_M, scale_log2, dtype)
+    else:
+        return gl.max(s_MN, 1) * scale_log2 + headroom(dtype)
+
+
+@gluon.jit
 def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSUMER: gl.constexpr):
     """Streams the keys of `blocks` (at least one) past one consumer's rows.
 
@@ -194,7 +215,7 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSU
     s_MN, bias_MN, j = first_scores(
         q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSUMER
     )
-    m_M = peaks(s_MN, scale_log2, IS_NATURAL) + HEAD
+    m_M = first_reference(s_MN, scale_log2, params, HEAD)
     p_MN = exponentials(s_MN, shift_of(m_M), scale_log2, IS_NATURAL)
     l_ML = lane_sums(p_MN)
     if KEEPS_LARGEST:
@@ -205,7 +226,7 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSU
     kv_before, kv_state = kv_state, kv_state.after_keys()
     steps = n_block_count(params, blocks)
     kv.consumer_wait(kv_state, steps > 1)
-    before_ML = l_ML
+    before_ML, sums_ML = l_ML, l_ML
     must_rescale = gl.to_tensor(0)
     step = gl.to_tensor(1)
     while step < steps:
@@ -273,7 +294,7 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSU
                 s_MN = score_again(
                     q, kv, q_state, kv_before, bias_MN, blocks, params, tile, row, j, factors
                 )
-                top_M = gl.max(s_MN, 1) * scale_log2 + HEAD
+                top_M = moved_reference(s_MN, sums_ML, m_M, scale_log2, params, dtype)
                 p_MN, m_M, before_ML, alpha_M = rescale_from_scores(
                     s_MN, top_M, m_M, before_ML, scale_log2, MASKED
                 )
@@ -288,7 +309,7 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, factors, CONSU
     kv.consumer_release_kept_k(kv_before)
     if KEEPS_LARGEST:
         store_largest(largest_ML, m_M, scale_log2, acc, tile, row, params)
-    if not params.tile.OUT_IN_Q:
+    if not params.tile.OUT_IN_Q and params.split.held is None:
         q.consumer_release_after_mma(q_state)
     kv.consumer_release_last_v(kv_state)
     return acc, m_M, l_ML, kv_state.after_values()

@@ -19,6 +19,7 @@ from heedful.kernels.hopper.sm90.sequences import load_k, load_k_and_v, load_v, 
 from heedful.kernels.hopper.sm90.tile_scheduler import (
     SCHEDULER_STAGES,
     commit_work_tile,
+    next_part,
     work_tile_at,
 )
 
@@ -32,6 +33,17 @@ def q_stage_of(params, place: gl.constexpr):
 
 
 @gluon.jit
+def load_queries(io, q, tile, q_state, q_full_state, params):
+    """Loads the queries of all consumers. Returns the next states of their stages."""
+    for place in gl.static_range(params.tile.CONSUMERS):
+        row = tile.row + q_stage_of(params, place) * ROWS
+        q.load(io.q, queries_at(params, tile, row), q_state, q_full_state)
+        q_state = q_state.next()
+        q_full_state = q_full_state.next()
+    return q_state, q_full_state
+
+
+@gluon.jit
 def producer(io: HopperIO, q, kv, scheduler, transpose: TransposeV, params: HopperParams):
     """Loads every tile's queries, and its keys and values in the order of visits."""
     q_state = PipelineState.start(params.stages.Q_STAGES)
@@ -39,7 +51,7 @@ def producer(io: HopperIO, q, kv, scheduler, transpose: TransposeV, params: Hopp
     kv_state = kv.start()
     scheduler_state = PipelineState.start(SCHEDULER_STAGES)
     IN_TURN: gl.constexpr = params.split.held is not None
-    index = gl.program_id(0)
+    index = next_part(params, scheduler, gl.program_id(0))
     number = gl.to_tensor(0)
     while index < scheduler.count:
         tile, split = work_tile_at(params, scheduler, index)
@@ -55,11 +67,11 @@ def producer(io: HopperIO, q, kv, scheduler, transpose: TransposeV, params: Hopp
         if steps > 0:
             load_k(io, kv, params, tile, col, kv_state)
             kv_state = kv_state.after_keys()
-        for place in gl.static_range(params.tile.CONSUMERS):
-            row = tile.row + q_stage_of(params, place) * ROWS
-            q.load(io.q, queries_at(params, tile, row), q_state, q_full_state)
-            q_state = q_state.next()
-            q_full_state = q_full_state.next()
+        if IN_TURN:
+            if number == 0:
+                q_state, q_full_state = load_queries(io, q, tile, q_state, q_full_state, params)
+        else:
+            q_state, q_full_state = load_queries(io, q, tile, q_state, q_full_state, params)
         for step in range(1, steps):
             wait_for_v_t(transpose, params, tile, blocks, step, col)
             next_col = first_key(params, tile, blocks, n_block_at(params, blocks, step))
@@ -76,5 +88,5 @@ def producer(io: HopperIO, q, kv, scheduler, transpose: TransposeV, params: Hopp
                 number = number * 0
                 index = scheduler.advance(index)
         else:
-            index = scheduler.advance(index)
+            index = next_part(params, scheduler, scheduler.advance(index))
     scheduler.producer_commit((scheduler.count,), scheduler_state)

@@ -41,6 +41,30 @@ def sum_limit(dtype):
 
 
 @gluon.jit
+def reference_of(s_MN, scale_log2, HEAD: gl.constexpr):
+    """The reference of rows whose largest scores are these, by explicit steps: each place that
+    computes it gives the same bits."""
+    return gl.fma(gl.max(s_MN, 1), scale_log2, HEAD)
+
+
+@gluon.jit
+def rows_above(sums_ML, LIMIT_BITS: gl.constexpr, m_M):
+    """Which rows have a sum above the limit, or NaN, in one of their lanes: as `vote_above`. m_M:
+    their references, which lie as the result does."""
+    layout: gl.constexpr = m_M.type.layout
+    bits_M = gl.max(sums_ML.to(gl.int32, bitcast=True), 1)
+    return gl.convert_layout(bits_M > LIMIT_BITS, layout)
+
+
+@gluon.jit
+def references_of_rows_above(s_MN, sums_ML, m_M, scale_log2, dtype: gl.constexpr):
+    """The references of rows with these scores whose sums are above the limit. Those of other rows
+    stay m_M: their factor is 1, which changes no bit."""
+    over_M = rows_above(sums_ML, sum_limit(dtype), m_M)
+    return gl.where(over_M, reference_of(s_MN, scale_log2, headroom(dtype)), m_M)
+
+
+@gluon.jit
 def rescale_from_scores(s_MN, top_M, m_M, l_ML, scale_log2, MAY_MASK_ROWS: gl.constexpr):
     """One more tile with references of at least `top_M`. Returns p, the references, the scaled
     sums, and the factor of these sums and of the output so far."""

@@ -197,6 +197,26 @@ def work_tile_at(params, scheduler, index):
         return trim(params, decode(params, index - split * scheduler.tiles)), split
 
 
+@gluon.jit
+def next_part(params, scheduler, index):
+    """The number of the producer's first work tile from `index` on that has keys, where splits are
+    parts that end at fixed positions: a short sequence has fewer than the longest. No consumer
+    takes the others, and no merge looks for them."""
+    if params.split.splits is not None and params.split.PART_TILES is not None:
+        PART_KEYS: gl.constexpr = params.split.PART_TILES * params.tile.BLOCK_N
+        is_absent = index < scheduler.count
+        while is_absent:
+            at = gl.minimum(index, scheduler.count - 1)
+            tile, split = work_tile_at(params, scheduler, at)
+            is_absent = (split > 0) & (split * PART_KEYS >= tile.seq.len_k)
+            if is_absent:
+                index = scheduler.advance(index)
+            is_absent = is_absent & (index < scheduler.count)
+        return index
+    else:
+        return index
+
+
 @gluon.constexpr_function
 def are_absent(*pointers):
     """Whether a call has none of these."""
