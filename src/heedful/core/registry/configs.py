@@ -3,7 +3,7 @@ applies is taken, so special cases stand above general ones. Its config is then 
 problem, so that a plan holds all that the code depends on.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from heedful.core.base.device import DeviceSpec
@@ -343,37 +343,30 @@ _MLA_PAGES: dict[str, Any] = {"consumer_regs": 232, "producer_regs": 40}
 _MLA_TILES: dict[str, Any] = {"ahead": 1, "in_order": 1}
 _ALONE: dict[str, Any] = {"programs": 1, "registers": 0, "producer_regs": 56}
 
-# With numerics="invariant" rows differ in what decides no bit: how many rows share a tile, and of
-# which heads, and stages; not in a tile's keys and the rescale.
+# With numerics="invariant" rows differ in what decides no bit: rows, stages and options of one tile
+# of 64, of one of 128, and of all other calls, for a head dim and so many keys. Between two parts
+# programs stop for 7 to 10 us at head dim 128, 40 to 65 at 256 (H100, 2026-11-27).
 _PARTS: dict[str, Any] = {"part_keys": tiles.PART_KEYS}
-_FAST_PARTS: dict[str, Any] = {**_PARTS, "rescale": "speculative"}
-_ONE_PART: dict[str, Any] = {**_FAST_PARTS, "v_stages": 2}
-_TWO_PARTS: dict[str, Any] = {**_D128_SPECULATIVE, **_PARTS}
-_HALF_PARTS: dict[str, Any] = {**_D64_TWO, **_PARTS}
-_FOUR_PARTS: dict[str, Any] = {**_D64_FOUR, **_PARTS}
-# Between two parts programs stop for 40 to 65 us, at head dim 128 for 7 to 10 (H100, 2026-11-27).
+_SPECULATIVE_PARTS: dict[str, Any] = {**_PARTS, "rescale": "speculative", "v_stages": 2}
 _LONG_PARTS: dict[str, Any] = {"part_keys": 2 * tiles.PART_KEYS}
-_D256_PARTS: dict[str, Any] = {**_D256, **_LONG_PARTS}
-
-
-def _hopper_invariant(
-    dim: int, keys: int, one: tuple[int, dict], two: tuple[int, dict], usual: tuple[int, int, dict]
-) -> Iterator[ConfigRow]:
-    """The rows of a head dim. one, two: stages and options of tiles of 64 and 128 rows. usual:
-    rows, stages and options of all other calls."""
-    for when, rows, (stages, options), packs in (
-        (where.invariant_packs_in_one, 64, one, True),
-        (where.invariant_packs, 128, two, True),
-        (where.invariant_few_rows, 64, one, False),
-        (where.invariant, usual[0], usual[1:], False),
-    ):
-        yield _hopper(dim, (rows, keys, 4, stages), when, _NOT_TIMED, pack_gqa=packs, **options)
-
+_D64_PARTS = (128, 6, {**_D64_TWO, **_PARTS}), (256, 6, {**_D64_FOUR, **_PARTS})
+_IN_PARTS = (
+    (64, 64, (64, 8, {**_SPECULATIVE_PARTS, "v_stages": 8}), *_D64_PARTS),
+    (128, 128, (64, 3, _SPECULATIVE_PARTS), *[(128, 3, {**_D128_SPECULATIVE, **_PARTS})] * 2),
+    (256, 64, (64, 2, _LONG_PARTS), *[(128, 2, {**_D256, **_LONG_PARTS})] * 2),
+)
 
 ROWS: list[ConfigRow] = [
-    *_hopper_invariant(64, 64, (8, _FAST_PARTS), (6, _HALF_PARTS), (256, 6, _FOUR_PARTS)),
-    *_hopper_invariant(128, 128, (3, _ONE_PART), (3, _TWO_PARTS), (128, 3, _TWO_PARTS)),
-    *_hopper_invariant(256, 64, (2, _LONG_PARTS), (2, _D256_PARTS), (128, 2, _D256_PARTS)),
+    *(
+        _hopper(dim, (rows, keys, 4, stages), when, _NOT_TIMED, pack_gqa=packs, **more)
+        for dim, keys, one, two, usual in _IN_PARTS
+        for when, packs, (rows, stages, more) in (
+            (where.invariant_packs_in_one, True, one),
+            (where.invariant_packs, True, two),
+            (where.invariant_few_rows, False, one),
+            (where.invariant, False, usual),
+        )
+    ),
     _hopper(128, (128, 128, 4, 2), where.quantised_packs, _FITS, **_TWO_CONVERT, pack_gqa=True),
     _hopper(256, (128, 64, 4, 2), where.quantised_packs, _FITS, **_WIDE_CONVERT, pack_gqa=True),
     _hopper(128, (64, 128, 4, 2), where.quantised_few_rows, _FITS, **_CONVERTS),
