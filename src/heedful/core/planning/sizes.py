@@ -53,8 +53,8 @@ Scheduler = Literal["dynamic", "static", "single"]
 _L2_HEADS, _L2_HEADS_FP8 = 4, 2
 # With numerics="invariant": if each SM has so many tiles, programs take all their parts in turn.
 _LEAST_TURNS = 8
-# Floats of a row beside its output that programs hold between parts: three numbers in eight copies.
-HELD_NUMBERS = 3 * 8
+# A row's floats beside its output that programs hold between parts: three numbers, eight times.
+HELD_NUMBERS = 24
 _LAST_WAVES = 2
 _L2_GROUP_TILES = 8
 # In the backward, key tiles share queries, dO and sums of dQ: these are to fill so much of L2, in
@@ -186,9 +186,8 @@ def scheduler_of(
         return "single"
     if problem.varlen_q:
         return "dynamic"
-    # Numbers of parts differ, or programs hold results between them.
-    may_differ = splits > 1 or problem.used_q or problem.ragged_k
-    if may_differ and parts_of(config, problem) > 1:
+    # Numbers of parts may differ, or programs hold results between them.
+    if (splits > 1 or problem.used_q or problem.ragged_k) and parts_of(config, problem) > 1:
         return "dynamic"
     if problem.used_q or problem.ragged_k:
         return "single"

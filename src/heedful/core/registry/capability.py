@@ -411,6 +411,7 @@ VARIANTS: tuple[Variant, ...] = (
         "hopper.forward",
         triton=(3, 6),
         gates=(*_HOPPER_GATES, *gates.OF_THE_HOPPER_FORWARD),
+        unrun=frozenset(),
     ),
     _on_hopper(
         "hopper",
