@@ -348,7 +348,7 @@ def _dealt_out(row: Variant, tiles, problem: AttentionProblem, device: DeviceSpe
     if row.short_queries:
         facts["short_q"] = row.short_queries(problem)
     if isinstance(forward, HopperConfig):
-        facts["in_turn"] = splits == 1 and bool(sizes.parts_of(forward, problem) > 1)
+        facts["in_turn"] = splits == 1 and bool(forward.parts(problem) > 1)
         facts["scheduler"] = sizes.scheduler_of(forward, problem, device, splits)
     return facts
 

@@ -24,6 +24,7 @@ from heedful.core.registry.tiles import (
     CONSUMER_ROWS,
     DIAGONAL_PARTS,
     DIAGONAL_SUMS,
+    HELD_NUMBERS,
     MERGE_PARTS,
     V_T_CHUNK,
     V_T_KEYS,
@@ -53,8 +54,6 @@ Scheduler = Literal["dynamic", "static", "single"]
 _L2_HEADS, _L2_HEADS_FP8 = 4, 2
 # With numerics="invariant": if each SM has so many tiles, programs take all their parts in turn.
 _LEAST_TURNS = 8
-# A row's floats beside its output that programs hold between parts: three numbers, eight times.
-HELD_NUMBERS = 24
 _LAST_WAVES = 2
 _L2_GROUP_TILES = 8
 # In the backward, key tiles share queries, dO and sums of dQ: these are to fill so much of L2, in
@@ -146,10 +145,9 @@ def splits_of(plan: "Plan", problem: AttentionProblem) -> int:
 def best_splits(config: TileConfig, problem: AttentionProblem, device: DeviceSpec) -> int:
     """The splits that `choose_splits` gives for the tiles of a forward, or those chosen by hand."""
     if isinstance(config, HopperForwardConfig) and config.part_keys:
-        if config.key_splits:
-            return 1
-        tiles, parts = hopper_tiles(config, problem), parts_of(config, problem)
-        return programs_of_parts(tiles, parts, device.units * _LEAST_TURNS)
+        tiles, least = hopper_tiles(config, problem), device.units * _LEAST_TURNS
+        parts = programs_of_parts(tiles, config.parts(problem), least)
+        return 1 if config.key_splits else parts
     if isinstance(config, HopperForwardConfig) and config.key_splits:
         return config.key_splits
     rows = config.group_rows(problem)
@@ -157,12 +155,6 @@ def best_splits(config: TileConfig, problem: AttentionProblem, device: DeviceSpe
         tiles = problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, config.block_m)
         return programs_of_parts(tiles, ceil_div(problem.seqlen_k, config.part_keys), device.units)
     return choose_splits(problem, device, config.block_m, config.block_n, rows)
-
-
-def parts_of(config: TileConfig, problem: AttentionProblem) -> int:
-    """How many parts of fixed bounds the longest sequence's keys have in the Hopper forward."""
-    part_keys = config.part_keys if isinstance(config, HopperForwardConfig) else 0
-    return larger(1, ceil_div(problem.seqlen_k, part_keys)) if part_keys else 1
 
 
 def heads_in_l2(problem: AttentionProblem, device: DeviceSpec) -> int:
@@ -187,7 +179,7 @@ def scheduler_of(
     if problem.varlen_q:
         return "dynamic"
     # Numbers of parts may differ, or programs hold results between them.
-    if (splits > 1 or problem.used_q or problem.ragged_k) and parts_of(config, problem) > 1:
+    if (splits > 1 or problem.used_q or problem.ragged_k) and config.parts(problem) > 1:
         return "dynamic"
     if problem.used_q or problem.ragged_k:
         return "single"

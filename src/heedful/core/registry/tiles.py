@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 from typing import Literal, Self
 
 from heedful.core.base.frozen import dataclass
+from heedful.core.base.symbols import larger
 from heedful.core.call.problem import AttentionProblem
 
 # When a row gets a new reference: with every tile; where scores pass a threshold; or where sums
@@ -61,6 +62,8 @@ class PortableConfig(TileConfig):
 # Keys of a part where bits do not depend on how a call is made; in the Hopper forward twice as many
 # at head dims above 128. A sequence's parts begin at multiples of it.
 PART_KEYS = 8192
+# A row's floats beside its output that programs hold between parts: three numbers, eight times.
+HELD_NUMBERS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +224,10 @@ class HopperConfig(TileConfig):
     def consumers(self) -> int:
         return self.block_m // CONSUMER_ROWS
 
+    def parts(self, problem: AttentionProblem) -> int:
+        """How many parts of fixed bounds the longest sequence's keys have."""
+        return 1
+
     @property
     def query_stages(self) -> int:
         return self.q_stages or self.consumers
@@ -251,6 +258,9 @@ class HopperForwardConfig(HopperConfig):
     @property
     def value_stages(self) -> int:
         return self.v_stages or self.num_stages
+
+    def parts(self, problem: AttentionProblem) -> int:
+        return larger(1, -(-problem.seqlen_k // self.part_keys)) if self.part_keys else 1
 
     def group_rows(self, problem: AttentionProblem) -> int:
         return 1 << (problem.group - 1).bit_length() if self.pack_gqa else 1

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from heedful.core.planning.sizes import HELD_NUMBERS
+from heedful.core.registry.tiles import HELD_NUMBERS
 from heedful.kernels.common import parts as common
 from heedful.kernels.hopper.forward import epilogue
 from heedful.kernels.hopper.sm90 import mma
