@@ -28,6 +28,7 @@ FULL, CAUSAL = MaskSpec(), MaskSpec.of(True)
 TRAINED = (
     *((4, 1024), (2, 4096), (1, 16384), (3, 1000), (16, 512)),
     *((1, 64), (1, 130), (2, 100), (8, 128)),
+    *((1, 10), (1, 24), (4, 16)),
 )
 # (batch, tokens in the cache): of decode.
 CACHED = (
@@ -143,6 +144,7 @@ def families() -> Iterator[Entry]:
             yield from map(_entry, _padded(heads, facts))
             if mask.right == 0:
                 yield from map(_entry, _generated(heads, facts))
+                yield from map(_entry, _continued(heads, facts))
     yield from _of_t5()
 
 
@@ -176,6 +178,15 @@ def _generated(heads: tuple[int, int], facts: Facts) -> Iterator[Facts]:
     prompts = dense(TRAINED, heads, **facts, used_k=True)
     for one in (*prompts, *cached((1,), heads, 0, **facts)):
         yield from (one, one | {"leftpad_k": True})
+
+
+def _continued(heads: tuple[int, int], facts: Facts) -> Iterator[Facts]:
+    """Continuous batching whose keys are packed, too, not in pages."""
+    for batch, queries, total, keys in (*MIXED, (4, 1, 4, 25), (1, 1, 1, 300)):
+        totals = {"total_q": total, "total_k": batch * keys}
+        yield (
+            {"batch": batch, "seqlen_q": queries, "seqlen_k": keys} | totals | _heads(heads) | facts
+        )
 
 
 def deterministic() -> Iterator[Entry]:
