@@ -28,8 +28,9 @@ FULL, CAUSAL = MaskSpec(), MaskSpec.of(True)
 TRAINED = (
     *((4, 1024), (2, 4096), (1, 16384), (3, 1000), (16, 512)),
     *((1, 64), (1, 130), (2, 100), (8, 128)),
-    *((1, 10), (1, 24), (4, 16)),
 )
+# As before, and short prompts.
+PROMPTS = (*TRAINED, *product((1, 8, 64), (3, 10, 20, 40, 71, 124)))
 # (batch, tokens in the cache): of decode.
 CACHED = (
     *((1, 1024), (1, 8192), (1, 131072), (8, 4096)),
@@ -140,7 +141,7 @@ def families() -> Iterator[Entry]:
         for mask in masks:
             facts: Facts = {"head_dim": dims[0], "head_dim_v": dims[1], "mask": mask, **more}
             for make in (dense, packed):
-                yield from _both(make(TRAINED, heads, **facts))
+                yield from _both(make(PROMPTS, heads, **facts))
             yield from map(_entry, _padded(heads, facts))
             if mask.right == 0:
                 yield from map(_entry, _generated(heads, facts))
@@ -175,14 +176,16 @@ def _padded(heads: tuple[int, int], facts: Facts) -> Iterator[Facts]:
 def _generated(heads: tuple[int, int], facts: Facts) -> Iterator[Facts]:
     """Prompts and steps: padding on the left is keys that begin later."""
     yield from cached((1,), heads, 0, **facts | {"used_k": False})
-    prompts = dense(TRAINED, heads, **facts, used_k=True)
+    prompts = dense(PROMPTS, heads, **facts, used_k=True)
     for one in (*prompts, *cached((1,), heads, 0, **facts)):
         yield from (one, one | {"leftpad_k": True})
 
 
 def _continued(heads: tuple[int, int], facts: Facts) -> Iterator[Facts]:
     """Continuous batching whose keys are packed, too, not in pages."""
-    for batch, queries, total, keys in (*MIXED, (4, 1, 4, 25), (1, 1, 1, 300)):
+    chunks = product((1, 2, 16, 64), (1, 4, 8, 24, 106, 239), (25, 300, 4000, 11000))
+    even = [(batch, queries, batch * queries, queries + more) for batch, queries, more in chunks]
+    for batch, queries, total, keys in (*MIXED, *even):
         totals = {"total_q": total, "total_k": batch * keys}
         yield (
             {"batch": batch, "seqlen_q": queries, "seqlen_k": keys} | totals | _heads(heads) | facts
@@ -220,7 +223,7 @@ def _as_called(facts: Facts) -> Iterator[Facts]:
 def decode() -> Iterator[Entry]:
     """Steps over caches; speculative tokens; prefill into pages."""
     for dim, heads, page in product((64, 128, 256), GROUPS, (0, 16, 64, 256)):
-        for one in cached((1, 4, 512), heads, page, head_dim=dim, mask=CAUSAL):
+        for one in cached((1, 4, 12, 40, 512), heads, page, head_dim=dim, mask=CAUSAL):
             yield from map(_entry, _as_called(one))
     for one in _of_gpt_oss((1, 512)):
         yield _entry(one)
