@@ -1,7 +1,6 @@
 """The part of a plan that lengths change: grids, schedules, splits, scratch.
 
-All pure: numbers in, numbers out. Lengths may be symbols (core/base/symbols.py). So `smaller` and
-`larger` replace Python's own min and max, which would compare the symbols at once.
+All pure. Lengths may be symbols: `smaller` and `larger` do not compare them, as min and max do.
 """
 
 from collections.abc import Mapping
