@@ -229,7 +229,7 @@ def plan(
     window_size: Sequence[int] = (-1, -1),
     layout: str = "auto",
     strategy: str = "auto",
-    transport: str = "send",
+    transport: str = "auto",
     heads_ranks: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> ContextPlan:
@@ -251,8 +251,8 @@ def plan(
         strategy: "gather" (keys and values that are seen travel), "heads" (ranks exchange tokens
             for heads), "ring" (keys of one rank at a time, least memory), "heads x ring" (both), or
             "auto": that of the first two whose forward and backward take less, by `cost`.
-        transport: "send", by the group's backend; "copy", for "gather" alone: GPUs of one host
-            copy rows out of each other's memory, beside kernels that hold all SMs; or "auto", which
+        transport: for "gather": "copy", GPUs of one host copy rows out of each other's memory,
+            beside kernels that hold all SMs; "send", by the group's backend; or "auto", which
             copies where it can. The memory is the group's, and stays.
         heads_ranks: how many ranks, neighbours in the group, exchange tokens for heads under "heads
             x ring": a divisor of the ranks and of heads_k. By default the largest.
