@@ -4,12 +4,15 @@ turns. `support.hopper.backward_roles` says what of it is the kernel's own.
 """
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import combinations_with_replacement, product
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton")
 
+from heedful.kernels.hopper.backward import mainloop as mainloop_file
+from heedful.kernels.hopper.backward import tile as tile_file
 from heedful.kernels.hopper.backward.dq import warpgroup as dq_file
 from heedful.kernels.hopper.sm90.pipeline import stage_of
 from heedful.kernels.hopper.sm90.tile_scheduler import TileScheduler
@@ -25,7 +28,7 @@ from support.hopper.backward_roles import (
     Sizes,
     Tile,
 )
-from support.hopper.hosted import Deadlock, Row
+from support.hopper.hosted import Deadlock, Host, Int, Machine, Numbers, Row
 from support.problems.grids import in_turns
 
 DENSE = [
@@ -227,6 +230,37 @@ def test_all_heads_visit_with_one_query_tile_after_the_other(
     device = Checked(sizes, min(programs, 14), True, False, seed, splits=splits, tile=tile)
     device.run()
     device.check()
+
+
+@pytest.mark.parametrize("group", (2, 3, 8))
+@pytest.mark.parametrize("col", (0, 3 * BLOCK_N))
+def test_runs_of_whole_visits_end_where_a_query_tile_needs_a_mask(group, col):
+    """Heads innermost, walking down (col 0) and up."""
+    host = Host({"gl": Numbers(Machine(0), lambda now: 0, 1)})
+    file = {name: host.turned(getattr(tile_file, name)) for name in ("query_tile", "is_masked")}
+    full_run = host.turned(mainloop_file.full_run)
+    params = SimpleNamespace(
+        tile=SimpleNamespace(HEADS_INNERMOST=True, BLOCK_N=BLOCK_N),
+        sizes=SimpleNamespace(group=Int(group)),
+        order=SimpleNamespace(key_blocks=Int(4)),
+        mask=SimpleNamespace(blocks=SimpleNamespace(SIDE=None)),
+    )
+    tile = SimpleNamespace(col=Int(col), kv_head=Int(1))
+    for bounds in combinations_with_replacement(range(5), 4):
+        names = ("begin", "full_begin", "full_end", "end")
+        blocks = SimpleNamespace(**dict(zip(names, map(Int, bounds), strict=True)))
+        count = (bounds[3] - bounds[0]) * group
+        seen = [file["query_tile"](params, tile, blocks, Int(n)) for n in range(count)]
+        heads, rows = range(group, 2 * group), range(bounds[0], bounds[3])
+        assert sorted(seen) == sorted(product(heads, rows))
+        masked = [bool(file["is_masked"](blocks, block)) for _, block in seen]
+        for number in range(count):
+            run = int(full_run(params, tile, blocks, Int(number), Int(count - 1)))
+            assert (
+                masked[number:].index(True) == run
+                if True in masked[number:]
+                else (run == count - number)
+            )
 
 
 @pytest.mark.parametrize("sizes", LISTED, ids=str)

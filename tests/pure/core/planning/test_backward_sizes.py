@@ -37,7 +37,7 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         (
             {**MANY, **CAUSAL},
             """hopper.backward_prologue (5120, 1, 1) q_blocks=16
-        hopper.backward (132, 1, 1) tiles=1280 key_blocks=8 l2_heads=12 l2_groups=10 splits=1
+        hopper.backward (132, 1, 1) tiles=1280 key_blocks=8 l2_heads=33 l2_groups=3 splits=1
         hopper.backward_epilogue (5120, 1, 1) q_blocks=16
         delta (40, 8, 1000) float32
         dq_accum (8, 40960, 128) float32
@@ -170,7 +170,7 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         (
             {**CAUSAL, "heads_q": 64, "heads_k": 1, "batch": 16},
             """hopper.backward_prologue (16384, 1, 1) q_blocks=16
-        hopper.backward (132, 1, 1) tiles=128 key_blocks=8 l2_heads=1 l2_groups=7 splits=2
+        hopper.backward (132, 1, 1) tiles=128 key_blocks=8 l2_heads=16 l2_groups=0 splits=2
         hopper.backward_epilogue (16640, 1, 1) q_blocks=16 k_blocks=16
         delta (16, 64, 1000) float32
         dq_accum (64, 16384, 128) float32
