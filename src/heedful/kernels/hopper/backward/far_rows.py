@@ -60,7 +60,8 @@ def far_rows(lse_log2_M, m_M, l_M, P_SCALE_LOG2: tl.constexpr):
 def _vote_far(outputs, inputs):
     """Assembly: does any lane of the warp hold a number that `is_far`? Without their signs, floats
     keep their order as integers, and one unsigned comparison tests both bounds."""
-    (flag,), (values,) = outputs[0], inputs
+    (flag,) = outputs[0]
+    (values,) = inputs
     first = FAR_LOG2_BITS.value
     lines = ["{ .reg .pred p, q; .reg .b32 t; setp.ne.b32 p, 0, 0;"]
     for value in values:

@@ -278,7 +278,7 @@ def backward_producer(
     kv_count = gl.to_tensor(0)
     index = scheduler.fetch_next_work(stride_before())
     while index < scheduler.count:
-        scheduler.producer_commit((index,), scheduler_state)
+        scheduler.producer_commit((index,), scheduler_state, ())
         scheduler_state = scheduler_state.next()
         tile = key_tile(params, index)
         blocks = m_block_range(params, tile)
@@ -295,7 +295,7 @@ def backward_producer(
         # follow the order in which programs began, and give the longest tile to the program with
         # the longest one.
         index = scheduler.fetch_next_work(index)
-    scheduler.producer_commit((scheduler.count,), scheduler_state)
+    scheduler.producer_commit((scheduler.count,), scheduler_state, ())
 
 
 @gluon.jit

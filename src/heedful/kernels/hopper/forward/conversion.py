@@ -87,7 +87,7 @@ def convert(stored, converted, descale, scheduler, params: HopperParams, SIGNED:
     index = scheduler.get_current_work(gl.program_id(0) - gl.num_programs(0), scheduler_state)
     while index < scheduler.count:
         tile, split = current_work_tile(params, scheduler, index, scheduler_state)
-        steps = n_block_count(params, program_n_block_range(params, tile, split))
+        steps = n_block_count(params, program_n_block_range(params, tile, split, ()))
         is_negative = gl.to_tensor(False)
         if SIGNED:
             is_negative = at_head(descale, tile) < 0.0

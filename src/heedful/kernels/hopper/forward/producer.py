@@ -60,7 +60,7 @@ def producer(io: HopperIO, q, kv, scheduler, transpose: TransposeV, params: Hopp
             split = turn.part
         commit_work_tile(params, scheduler, index, tile, split, scheduler_state)
         scheduler_state = scheduler_state.next()
-        blocks = program_n_block_range(params, tile, split)
+        blocks = program_n_block_range(params, tile, split, ())
         steps = n_block_count(params, blocks)
         col = first_key(params, tile, blocks, n_block_at(params, blocks, 0))
         # Keys are one tile before values, in the order in which consumers take them.
@@ -89,4 +89,4 @@ def producer(io: HopperIO, q, kv, scheduler, transpose: TransposeV, params: Hopp
                 index = scheduler.advance(index)
         else:
             index = next_part(params, scheduler, scheduler.advance(index))
-    scheduler.producer_commit((scheduler.count,), scheduler_state)
+    scheduler.producer_commit((scheduler.count,), scheduler_state, ())

@@ -119,7 +119,7 @@ def key_producer(io, shared, scheduler, params, CLUSTER: gl.constexpr):
     index = gl.program_id(0) // CLUSTER
     if has_tile(params, scheduler, index):
         tile, split = work_tile_at(params, scheduler, index)
-        blocks = program_n_block_range(params, tile, split)
+        blocks = program_n_block_range(params, tile, split, ())
         k_state = PipelineState.start(shared.k.shape[0])
         for step in range(n_block_count(params, blocks)):
             if step == 0:
@@ -139,7 +139,7 @@ def value_producer(io, shared, scheduler, params, CLUSTER: gl.constexpr):
     index = gl.program_id(0) // CLUSTER
     if has_tile(params, scheduler, index):
         tile, split = work_tile_at(params, scheduler, index)
-        blocks = program_n_block_range(params, tile, split)
+        blocks = program_n_block_range(params, tile, split, ())
         for step in range(n_block_count(params, blocks)):
             col = first_key(params, tile, blocks, n_block_at(params, blocks, step))
             load_values(io, shared, params, tile, col, step & 1, place, base, CLUSTER)

@@ -110,7 +110,7 @@ def score_tile(shared, params, tile, split, place, base, CLUSTER: gl.constexpr):
     dtype: gl.constexpr = shared.q.dtype
     layout: gl.constexpr = scores_layout(dtype, KEYS)
     row = tile.row + place * ROWS
-    blocks = program_n_block_range(params, tile, split)
+    blocks = program_n_block_range(params, tile, split, ())
     steps = n_block_count(params, blocks)
     m_M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
     l_ML = lane_sums(gl.zeros([ROWS, KEYS], gl.float32, layout))

@@ -86,7 +86,7 @@ def value_tile(
     FIRST: gl.constexpr = 2 * HALF
     layout: gl.constexpr = scores_layout(shared.q.dtype, PART)
     row = tile.row + place * ROWS
-    blocks = program_n_block_range(params, tile, split)
+    blocks = program_n_block_range(params, tile, split, ())
     acc = (
         gl.zeros([ROWS, PART], gl.float32, layout),
         gl.zeros([ROWS, PART], gl.float32, layout),

@@ -275,7 +275,7 @@ def turn_of(params, tile, number):
 
 
 @gluon.jit
-def program_n_block_range(params, tile, split, hulls=()):
+def program_n_block_range(params, tile, split, hulls):
     """The key tiles that all consumers of a program visit together. hulls: of `current_hulls`."""
     ROWS_OF_ALL: gl.constexpr = params.tile.CONSUMERS * ROWS // params.gqa.PACK_GQA
     place = query_position(params, tile.row)
@@ -337,7 +337,7 @@ def with_whole_tiles(blocks, mine):
 
 
 @gluon.jit
-def consumer_n_block_range(params, tile, row, program_blocks, hulls=()):
+def consumer_n_block_range(params, tile, row, program_blocks, hulls):
     """Those key tiles of a program that the rows of one consumer, from `row` on, see. hulls: of
     `current_hulls`."""
     if len(hulls) > 0:

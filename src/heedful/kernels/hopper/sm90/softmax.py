@@ -184,7 +184,8 @@ def vote_at_bounds(s_MN, bound_M):
 def _raised(outputs, inputs):
     """Assembly: of two rows the largest of what a lane holds and of a number, as integers. Values
     lie as in `_vote_at_bounds`."""
-    (values, before), lines = inputs, ["{ .reg .b32 m<2>, n<2>;"]
+    values, before = inputs
+    lines = ["{ .reg .b32 m<2>, n<2>;"]
     lines += [
         f"mov.b32 m{row}, {before[row]}; mov.b32 n{row}, {values[2 * row]};" for row in (0, 1)
     ]

@@ -147,7 +147,7 @@ class TileScheduler:
             return gl.atomic_add(self.tile_counter, 1, sem="relaxed")
 
     @gluon.jit
-    def producer_commit(self, words, state, hulls=()):
+    def producer_commit(self, words, state, hulls):
         """Commits words for the consumers: a work tile's number and more, or the end's number
         alone. hulls: those of `words_of_runs`."""
         if self.tile_counter is not None:
@@ -218,19 +218,11 @@ def next_part(params, scheduler, index):
 
 
 @gluon.constexpr_function
-def are_absent(*pointers):
-    """Whether a call has none of these."""
+def have_one_size(*pointers):
+    """Whether all sequences have the same queries, keys and diagonal: a call has none of the
+    pointers to those of each. Triton 3.6 hands a function of constants no group that has an absent
+    pointer, and takes what a compiled function returns for a value of the run."""
     return all(pointer is None for pointer in pointers)
-
-
-@gluon.jit
-def have_one_size(varlen_tiles, seqs, offsets):
-    """Whether all sequences have the same queries, keys and diagonal."""
-    # Triton 3.6 hands a function of constants no group that has an absent pointer.
-    ABSENT: gl.constexpr = are_absent(
-        varlen_tiles, seqs.cu_k, seqs.used_q, seqs.used_k, seqs.leftpad_k, offsets
-    )
-    return ABSENT
 
 
 @gluon.jit
@@ -238,13 +230,21 @@ def commit_work_tile(params, scheduler, index, tile, split, state):
     """Commits the facts of work tile `index` that `current_work_tile` needs, without sizes that all
     sequences have."""
     words = (index, split, tile.batch, tile.head, tile.row)
-    if not have_one_size(params.order.varlen_tiles, params.seqs, params.mask.offsets):
+    ONE_SIZE: gl.constexpr = have_one_size(
+        params.order.varlen_tiles,
+        params.seqs.cu_k,
+        params.seqs.used_q,
+        params.seqs.used_k,
+        params.seqs.leftpad_k,
+        params.mask.offsets,
+    )
+    if not ONE_SIZE:
         seq = tile.seq
         words = words + (seq.token_q, seq.len_q, seq.len_k, seq.off, seq.stored_q)
     if params.mask.RANGES == 2 and scheduler.tile_counter is not None:
         scheduler.producer_commit(words, state, words_of_runs(params, tile))
     else:
-        scheduler.producer_commit(words, state)
+        scheduler.producer_commit(words, state, ())
 
 
 @gluon.jit
@@ -274,7 +274,15 @@ def current_work_tile(params, scheduler, index, state):
         token_q, len_q, len_k = gl.to_tensor(0), params.seqs.seqlen_q, params.seqs.seqlen_k
         off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
         stored_q = len_q
-        if not have_one_size(params.order.varlen_tiles, params.seqs, params.mask.offsets):
+        ONE_SIZE: gl.constexpr = have_one_size(
+            params.order.varlen_tiles,
+            params.seqs.cu_k,
+            params.seqs.used_q,
+            params.seqs.used_k,
+            params.seqs.leftpad_k,
+            params.mask.offsets,
+        )
+        if not ONE_SIZE:
             token_q, len_q, len_k, off, stored_q = scheduler.words(5, 10, state)
         scheduler.consumer_release(state)
         # Consumers do not need to know where keys lie, and have no registers for it.
