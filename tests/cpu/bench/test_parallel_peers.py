@@ -32,7 +32,7 @@ def apart(rank: int, count: int, name: str, lengths: list[int], window: int) -> 
     ends = torch.tensor([0, *lengths]).cumsum(0).int()
     longest = max(lengths)
     more: Any = {"causal": True, "window_size": (window, 0)}
-    want = flash_attn_varlen_func(*whole, ends, ends, longest, longest, **more)
+    want = flash_attn_varlen_func(q, k, v, ends, ends, longest, longest, **more)
     wanted = [want, *torch.autograd.grad(want, whole, dout)]
     leaves = [made.shard(x.detach()).requires_grad_() for x in whole]
     out = made.call(*leaves)

@@ -1,5 +1,7 @@
 """Models inside of `with plan:`, whose tokens are spread over ranks, equal the whole model."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,15 +40,15 @@ def test_layers_that_a_backward_computes_again_are_spread_too(ranks):
 
 
 @pytest.fixture
-def alone():
+def alone(tmp_path):
     """A plan of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     yield plan(lengths=[3, 5], heads_q=2, heads_k=1, head_dim=8, dtype=torch.float32)
     dist.destroy_process_group()
 
 
 def test_what_a_plan_has_no_part_of_is_refused_by_name(alone):
-    rows = tuple(torch.randn(1, 8, heads, 8) for heads in (2, 1, 1))
+    rows: Any = tuple(torch.randn(1, 8, heads, 8) for heads in (2, 1, 1))
     for name in ("cu_seq_lens_q", "position_bias", "output_attentions"):
         with pytest.raises(ValueError, match=f"{name} must be None inside of a plan"):
             attention_over_ranks(alone, rows, None, 0.0, {}, {name: True})
@@ -61,7 +63,8 @@ def test_what_a_plan_has_no_part_of_is_refused_by_name(alone):
 
 
 def test_a_masks_window_is_the_layers(alone):
-    q, k, v = rows = tuple(torch.randn(1, 8, heads, 8) for heads in (2, 1, 1))
+    rows: Any = tuple(torch.randn(1, 8, heads, 8) for heads in (2, 1, 1))
+    q, k, v = rows
     mask = mask_over_ranks(Pattern(True, 1), None, 8, "cpu")
     found = attention_over_ranks(alone, rows, mask, 0.0, {"causal": True}, {})
     # A window of two keys in documents of 3 and 5.
