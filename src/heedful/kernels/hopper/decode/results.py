@@ -286,14 +286,13 @@ def merge_share(io, params, share, CONSUMER: gl.constexpr, descale=None):
             FEW: gl.constexpr = 1 if ROWS_OF <= 4 else 2
             scale = scale_of(descale, segment)
             if ROWS_OF > 16:
-                # One turn for each of four programs.
-                IN_ONE: gl.constexpr = 4 if descale is not None else 0
-                if IN_ONE > 0:  # noqa: SIM102  (known when compiling, and `and` is not)
-                    if count <= IN_ONE:
-                        merge_rows(io, params, segment, 16, 4, CONSUMER, scale)
-                if (count > IN_ONE) & (count <= 8):
+                ALL_ROWS: gl.constexpr = scale is not None and ROWS_OF > 32
+                if ALL_ROWS and count <= 4:
+                    # One turn for each of four programs.
+                    merge_rows(io, params, segment, 16, 4, CONSUMER, scale)
+                elif count <= 8:
                     merge_rows(io, params, segment, 8, 8, CONSUMER, scale)
-                elif count > 8:
+                else:
                     merge_rows(io, params, segment, FEW, 32, CONSUMER, scale)
             else:
                 merge_rows(io, params, segment, FEW, 32, CONSUMER, scale)
