@@ -22,6 +22,7 @@ import triton
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
+from heedful.core.registry import gates
 from heedful.launch.compiler import compile_now
 from heedful.launch.prebuild import compiling
 from heedful.launch.program.programs import program
@@ -47,7 +48,16 @@ ARRAY = ARRAYS["portable"]
 
 def variants(arch: str, rows: list[dict]) -> list[tuple[str, KernelCall]]:
     """The distinct kernels that these problems launch on an architecture, with readable names."""
-    return arrays.variants(ARRAY, arch, rows)
+    compilable = [row for row in rows if not wants_newer_triton(arch, row)]
+    return arrays.variants(ARRAY, arch, compilable)
+
+
+def wants_newer_triton(arch: str, row: dict) -> bool:
+    """Whether the planner says that this Triton is too old for the row's problem on this target."""
+    tools, device = compiling(), by_name(arch)
+    problems = [entry.problem for entry in ARRAY.launched(row, arch).entries]
+    found = [least for p in problems for least in gates.least_of_biased_trees(p, device)]
+    return any(least > (tools.triton or ()) for _, least in found)
 
 
 @cache
@@ -68,11 +78,16 @@ def spilled_bytes(compiled) -> int:
     return int(found[1])
 
 
-def takes_float32(call: KernelCall) -> bool:
+def needs_local_memory(call: KernelCall) -> bool:
     """Whether its products are of float32, whose operands lie in registers whole: those spill at
-    wide heads whatever the tile (measurements/portable.md)."""
-    given = call.arguments.values()
-    return any(isinstance(a, Pointer) and (a.buffer, a.dtype) == ("q", "float32") for a in given)
+    wide heads whatever the tile (measurements/portable.md). So do gradients of wide heads with a
+    tree mask, which sm_90 has registers for in the smallest tile alone."""
+    arrays_read = [a for a in call.arguments.values() if isinstance(a, Pointer)]
+    is_wide = call.constants.get("params.tile.HEAD_DIM") == 256
+    is_tree = (
+        any(a.buffer == "tree_mask" for a in arrays_read) and "gradients" in call.kernel.function
+    )
+    return is_wide and is_tree or any((a.buffer, a.dtype) == ("q", "float32") for a in arrays_read)
 
 
 def compile_within_limits(arch: str, named: list[tuple[str, KernelCall]]) -> None:
@@ -82,7 +97,7 @@ def compile_within_limits(arch: str, named: list[tuple[str, KernelCall]]) -> Non
         compiled = compile_now(call, arch)
         if compiled.shared_bytes > limit:
             wrong.append(f"{name}: {compiled.shared_bytes} bytes of shared memory, {limit} fit")
-        if arch not in SPILL_FREE or takes_float32(call):
+        if arch not in SPILL_FREE or needs_local_memory(call):
             continue
         spilled = spilled_bytes(compiled)
         # What a program stores before its loops and loads after them, once, takes no time.

@@ -18,7 +18,7 @@ from heedful.core.call.problem import (
     AttentionProblem,
 )
 from heedful.core.registry import gates, mixed, preferences
-from heedful.core.registry.gates import FLOATS, FP8, Gate
+from heedful.core.registry.gates import FLOATS, FP8, Gate, Least
 from heedful.core.registry.preferences import Preferred
 from heedful.core.registry.toolchain import JAX_ON_GPUS, Toolchain
 
@@ -44,10 +44,11 @@ class Variant:
     ones. gathers_pages: it takes keys in pages as dense copies, see torch/eager/pages.py. appends:
     it writes new keys and values into a cache itself, and rotates keys and queries; its
         program module has a `step`, see launch/program/programs.py.
-    gates: further conditions, each a function that returns a reason or None. preferences: the calls
-    that it leaves to others by default, see preferences.py. configs: the kernels with tuned tiles
-    that it launches, in the table of core/registry/configs.py. program: the module whose `forward`
-    and `backward` make its Program; "" launches no kernels. module: the module whose `forward` and
+    gates: further conditions, each a function that returns a reason or None. least_of: the oldest
+    tools of some problems, beside `least`. preferences: the calls that it leaves to others by
+    default, see preferences.py. configs: the kernels with tuned tiles that it launches, in the
+    table of core/registry/configs.py. program: the module whose `forward` and `backward` make its
+    Program; "" launches no kernels. module: the module whose `forward` and
     `backward` run on the host. framework: the one whose calls it takes, "" for any; a plan does not
     mention variants of other frameworks. varies: of a forward, what the bits of a row depend on
     that numerics="invariant" does not allow; "" if nothing.
@@ -63,12 +64,13 @@ class Variant:
     converts: bool = False
     max_dim: int = MAX_HEAD_DIM_V
     dim_multiple: int = 1
-    least: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    least: Least = ()
     by_default: bool = True
     short_queries: Callable[[AttentionProblem], int] | None = None
     gathers_pages: bool = False
     appends: bool = False
     gates: tuple[Gate, ...] = ()
+    least_of: Callable[[AttentionProblem, DeviceSpec], Least] | None = None
     preferences: tuple[Callable[[AttentionProblem, DeviceSpec], Preferred | None], ...] = ()
     configs: tuple[str, ...] = ()
     program: str = ""
@@ -101,9 +103,6 @@ class Variant:
         level = self.levels.get(device.arch) or self.levels.get(f"{device.vendor}:*")
         if level == "run" and problem and self.unrun and self.unrun & problem.features():
             return "compile-only"
-        # Above head dim 128 parts have other borders since they ran.
-        if level == "run" and problem and problem.invariant and problem.head_dim > 128:
-            return "compile-only"
         return level
 
     def why_not(
@@ -134,7 +133,7 @@ class Variant:
         toolchain = toolchain or Toolchain()
         if not self.serves(toolchain.framework):
             reasons.append(f"takes {self.framework} calls alone")
-        reasons += self._lacking_tools(toolchain, device)
+        reasons += self._lacking_tools(toolchain, device, problem)
         return reasons
 
     def stores(self, problem: AttentionProblem) -> bool:
@@ -146,8 +145,12 @@ class Variant:
         """Whether it takes calls of this framework."""
         return self.framework in ("", framework)
 
-    def _lacking_tools(self, toolchain: Toolchain, device: DeviceSpec) -> list[str]:
+    def _lacking_tools(
+        self, toolchain: Toolchain, device: DeviceSpec, problem: AttentionProblem
+    ) -> list[str]:
         reasons, wanted_tools = [], self.least
+        if self.least_of is not None:
+            wanted_tools += self.least_of(problem, device)
         if toolchain.framework == "jax" and device.vendor != "cpu":
             wanted_tools += (("jax", JAX_ON_GPUS),)
         for tool, least in wanted_tools:
@@ -489,6 +492,7 @@ VARIANTS: tuple[Variant, ...] = (
         kv_dtypes=_QUANTIZED,
         max_dim=MAX_HEAD_DIM,
         least=(("triton", (3, 6)),),
+        least_of=gates.least_of_biased_trees,
         gates=(
             gates.parts_by_position,
             gates.whole_results,

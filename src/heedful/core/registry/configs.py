@@ -348,12 +348,11 @@ _ALONE: dict[str, Any] = {"programs": 1, "registers": 0, "producer_regs": 56}
 # programs stop for 7 to 10 us at head dim 128, 40 to 65 at 256 (H100, 2026-11-27).
 _PARTS: dict[str, Any] = {"part_keys": tiles.PART_KEYS}
 _SPECULATIVE_PARTS: dict[str, Any] = {**_PARTS, "rescale": "speculative", "v_stages": 2}
-_LONG_PARTS: dict[str, Any] = {"part_keys": 2 * tiles.PART_KEYS}
 _D64_PARTS = (128, 6, {**_D64_TWO, **_PARTS}), (256, 6, {**_D64_FOUR, **_PARTS})
 _IN_PARTS = (
     (64, 64, (64, 8, {**_SPECULATIVE_PARTS, "v_stages": 8}), *_D64_PARTS),
     (128, 128, (64, 3, _SPECULATIVE_PARTS), *[(128, 3, {**_D128_SPECULATIVE, **_PARTS})] * 2),
-    (256, 64, (64, 2, _LONG_PARTS), *[(128, 2, {**_D256, **_LONG_PARTS})] * 2),
+    (256, 64, (64, 2, _PARTS), *[(128, 2, {**_D256, **_PARTS})] * 2),
 )
 
 ROWS: list[ConfigRow] = [

@@ -17,6 +17,8 @@ from heedful.core.call.problem import (
 from heedful.core.registry.tiles import CONSUMER_ROWS, DECODE_ROWS, WIDE_DIM
 
 Gate = Callable[[AttentionProblem, DeviceSpec], str | None]
+# The oldest version of each tool.
+Least = tuple[tuple[str, tuple[int, ...]], ...]
 
 FLOATS = ("bfloat16", "float16", "float32")
 FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")
@@ -369,3 +371,9 @@ def sdpa_log_sum_exp(problem: AttentionProblem, device: DeviceSpec) -> str | Non
 
 
 OF_THE_HOPPER_FORWARD = (lists_of_the_hopper_forward, one_run_of_keys, whole_results)
+
+
+def least_of_biased_trees(problem: AttentionProblem, device: DeviceSpec) -> Least:
+    """Triton 3.6 cannot translate a tree mask beside a bias for AMD GPUs; 3.7.1 can."""
+    is_biased_tree = problem.bias and problem.tree_mask and device.vendor == "amd"
+    return (("triton", (3, 7)),) if is_biased_tree else ()

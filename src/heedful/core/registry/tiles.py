@@ -59,8 +59,8 @@ class PortableConfig(TileConfig):
         return replace(self, block_m=min(self.block_m, most), block_n=min(self.block_n, most))
 
 
-# Keys of a part where bits do not depend on how a call is made; in the Hopper forward twice as many
-# at head dims above 128. A sequence's parts begin at multiples of it.
+# Keys of a part where bits do not depend on how a call is made; a sequence's parts begin at
+# multiples of it.
 PART_KEYS = 8192
 # A row's floats beside its output that programs hold between parts: three numbers, eight times.
 HELD_NUMBERS = 24

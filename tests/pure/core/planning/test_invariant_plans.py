@@ -149,9 +149,8 @@ def test_all_that_decides_bits_is_one_for_each_head_dim(dims, option, device, ba
     kernel = taken_by(dims, option, device, backend)
     assert set(found) == {"plan", kernel, "merge_parts"}
     tiles = dict(found[kernel])
-    part_keys = PART_KEYS * (2 if kernel == "forward" and dims[0] > 128 else 1)
-    assert tiles["PART_TILES"] * tiles["BLOCK_N"] == part_keys
-    assert dict(found["merge_parts"])["PART_KEYS"] == part_keys
+    assert tiles["PART_TILES"] * tiles["BLOCK_N"] == PART_KEYS
+    assert dict(found["merge_parts"])["PART_KEYS"] == PART_KEYS
 
 
 def test_fast_calls_differ_in_what_decides_bits():

@@ -395,7 +395,7 @@ def test_options_that_are_chosen_by_hand_are_in_the_plan_and_said_to_be_chosen()
     chosen = plan(TRAINING, by_name("H200"), backend=forced("hopper+draws=1+last_waves=2"))
     assert chosen.backend == chosen.backward == "hopper"
     words = explain(chosen)
-    assert "draws=True last_waves=2 splits=0 (chosen by hand)" in words
+    assert "draws=True last_waves=2 splits=0 heads_innermost=True (chosen by hand)" in words
     assert "hopper.backward: 132 programs" in words
     # Stored otherwise, as a backward finds its cotangents, it is the same.
     again = stored_as(chosen, even_rows=False)
@@ -455,9 +455,8 @@ def test_under_a_mask_the_last_group_of_heads_fills_the_device():
     for problem in (TRAINING, replace(TRAINING, mask=MaskSpec())):
         found = {}
         for waves in (0, 2):
-            chosen = plan(
-                problem, by_name("H200"), backend=forced(f"hopper+draws=1+last_waves={waves}")
-            )
+            options = f"draws=1+last_waves={waves}+heads_innermost=0"
+            chosen = plan(problem, by_name("H200"), backend=forced(f"hopper+{options}"))
             found[waves] = chosen.sizes(direction="backward").launches["hopper.backward"].numbers
         last = 8 - found[2]["l2_groups"] * found[2]["l2_heads"]
         if problem.mask.bounded:
@@ -467,7 +466,7 @@ def test_under_a_mask_the_last_group_of_heads_fills_the_device():
 
 
 def test_lengths_of_none_leave_every_head_in_one_group():
-    chosen = plan(TRAINING, by_name("H200"))
+    chosen = plan(replace(TRAINING, mask=MaskSpec()), by_name("H200"))
     lengths = TRAINING.lengths._replace(seqlen_q=0)
     numbers = chosen.sizes(lengths, "backward").launches["hopper.backward"].numbers
     assert numbers["l2_heads"] == TRAINING.heads_k * TRAINING.batch
