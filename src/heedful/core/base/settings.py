@@ -217,6 +217,11 @@ def get(name: str) -> Any:
         raise ValueError(f"{variable(name)}={text!r}: {error}") from None
 
 
+def get_all(*names: str) -> tuple:
+    """The values of settings now. Raises as `get`."""
+    return tuple(map(get, names))
+
+
 class _Clears(Protocol):
     def clear(self) -> None: ...
 

@@ -327,9 +327,7 @@ def _filler(
 _Layout = tuple[int, list[tuple[int, int]], list[int]]
 
 
-def _refiller(
-    layouts: Sequence[_Layout],
-) -> tuple[Callable[..., None], list[tuple[int, int, int]]]:
+def _refiller(layouts: Sequence[_Layout]) -> tuple[Callable[..., None], list[tuple[int, int, int]]]:
     """A function (buffers, rest, addresses, maps) that fills the buffers; and, for each piece of
     `rest`, the bytes between addresses and maps: the index of its buffer, its start and its end."""
     calls, parts, count = [], [], 0

@@ -58,8 +58,8 @@ def prepare(
     tensors = {Operands._fields[index]: x[index] for index in present}
     kind, values = of_call(problem, tensors)
     arrays, pick = kind[2:], itemgetter(*present)
-    environment = *map(settings.get, ("backend", "sm_margin")), packs.backends()
-    key = (kind, device, backend, notes, *environment)
+    read = settings.get_all("backend", "sm_margin")
+    key = (kind, device, backend, notes, read, packs.backends())
 
     def make(numbers) -> PlannedCase:
         traced, specs = with_numbers(problem, arrays, numbers)
@@ -186,10 +186,8 @@ class GpuRunner:
     def turned(self, out: torch.Tensor | None) -> Run:
         """The bound forward, whose output comes with heads before rows. out: a tensor (B, M, H, E)
         of the memory that the caller gives instead."""
-        if out is None:
-            return self.case.bind(self._numbers, 1)
-        case, numbers = self._into(out)
-        return case.bind(numbers)
+        case, numbers = (self.case, self._numbers) if out is None else self._into(out)
+        return case.bind(numbers, int(out is None))
 
     def bind(self) -> None:
         """Compiles, loads and keeps the forward, for a caller that writes something before it

@@ -46,13 +46,7 @@ from heedful.torch.eager.kinds import (
 )
 from heedful.torch.eager.recorded import recorder
 from heedful.torch.eager.saved import Backwards
-from heedful.torch.operands.adapt import (
-    adapt,
-    adaptations,
-    autocast,
-    bias_gradient,
-    cast_steps,
-)
+from heedful.torch.operands.adapt import adapt, adaptations, autocast, bias_gradient, cast_steps
 from heedful.torch.operands.apart import Apart
 from heedful.torch.operands.checks import (
     attention_call,
@@ -460,10 +454,9 @@ def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) 
             sizes += moving
     if x.block_table is not None and x.cu_seqlens_q is not None:
         return None
-    read = ("backend", "numerics", "check_pages", "sm_margin")
-    environment = *map(settings.get, read), packs.backends()
+    read = settings.get_all("backend", "numerics", "check_pages", "sm_margin")
     without_longest = options._replace(max_seqlen_q=None, max_seqlen_k=None)
-    known = KINDS.of((without_longest, grad, environment, *facts))
+    known = KINDS.of((without_longest, grad, read, packs.backends(), *facts))
 
     def make(numbers) -> Call:
         def trace() -> list[Any]:

@@ -140,12 +140,9 @@ class Case:
         scratch, zeroed = self.places(numbers)
         if zeroed is not None:
             launch = self._with_zeros(launch, *zeroed)
-        makers = []
-        for place, (s, t, dtype) in enumerate(self._made):
-            lies = numbers[s], numbers[t]
-            if place < turned:
-                lies = [(a, c, b, d) for a, b, c, d in lies]
-            makers.append(partial(make, *lies, dtype))
+        made = [(numbers[s], numbers[t], dtype) for s, t, dtype in self._made]
+        made[:turned] = [(*[(a, c, b, d) for a, b, c, d in x], of) for *x, of in made[:turned]]
+        makers = [partial(make, *facts) for facts in made]
         index, device, begins = self.index, self.device, self._begins
         within, size = scratch or ((), 0)
         shape = (size,)

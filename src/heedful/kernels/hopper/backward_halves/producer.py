@@ -66,7 +66,7 @@ def load_dout(io, shared, params, tile, blocks, numbers, following, column, stat
     loaded = ring.full.index(gl.where(is_far_tile, state.stages, state.index))
     mbarrier.expect(loaded, io.dout.block_type.nbytes)
     tma_load(io.dout, rows_at(params, tile, head, row, column), loaded, rows)
-    numbers = queries_of(io, params, tile, blocks, following)
+    numbers = queries_of(io, params, tile, blocks, following, False)
     if is_far_tile:
         wait(loaded, far_phase, base)
         scale_rows(rows, factors, base)
@@ -85,7 +85,7 @@ def load_tile(io, shared, params, tile, blocks, first, end, place):
     do_state = PipelineState.start(params.tile.DO_STAGES)
     far_phase = gl.to_tensor(0)
     load_keys(io.k, shared.k.index(0), shared.k_full.index(0), params, tile, column)
-    numbers = queries_of(io, params, tile, blocks, first)
+    numbers = queries_of(io, params, tile, blocks, first, True)
     for visit in range(first, end):
         load_queries(io, shared, params, tile, numbers, column, q_state, base)
         if visit == first:
