@@ -10,8 +10,8 @@ milliseconds; bfloat16. First come calls, whose launches the host makes while de
 replays of CUDA graphs of both sides. "predicted" are the replays as `distributed/cost.py` has them.
 Plan, shard of q and unshard of out have columns of their own. MiB are what a step takes at most
 beside its inputs, forward and with backward. The ways zigzag and llama3 are others' schedules
-(`parallel_peers.py`). WORDS: only cases whose names have one of them; a word with "=" names a way:
-=ring. Last come decodes, by calls and by graphs ("decode").
+(`harness/schedules.py`). WORDS: only cases whose names have one of them; a word with "=" names a
+way: =ring. Last come decodes, by calls and by graphs ("decode").
 """
 
 import math
@@ -33,7 +33,7 @@ from torch.multiprocessing.spawn import spawn
 
 from heedful import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from heedful.bench.harness import script
-from heedful.bench.parallel_peers import PEERS, Peer
+from heedful.bench.harness.schedules import PEERS, Peer
 from heedful.distributed import attention, attention_with_kvcache, cost, plan
 from heedful.distributed.exchange import swap
 from heedful.distributed.peers import peers_of

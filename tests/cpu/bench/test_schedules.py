@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 import torch
 
 from heedful import flash_attn_varlen_func
-from heedful.bench.parallel_peers import PEERS
+from heedful.bench.harness.schedules import PEERS
 from support.runs.ranks import Ranks
 
 HEADS, HEADS_K, DIM = 8, 4, 16
