@@ -167,10 +167,10 @@ def test_variants_are_asked_for_by_their_names_by_aliases_or_all_of_a_backend(mo
     monkeypatch.setattr(run, "device_spec", lambda _: by_name("H200"))
     names = run.backends_of(CPU)
     variants = ("mla_swap_ab", "mla", "mla_converting_pair", "mla_converting", "hopper")
-    variants += ("portable",)
+    variants += ("wide", "portable")
     of_decode = [f"decode/{name}" for name in variants]
     want = {"decode": of_decode, "mla": ["decode/mla"], "decode/portable": ["decode/portable"]}
     for words, own in want.items():
         assert [str(name) for name in run.asked_of(words, names)] == own
     with pytest.raises(ValueError, match="must be among decode/mla_swap_ab, decode/mla, "):
-        run.asked_of("decode/wide", names)
+        run.asked_of("decode/narrow", names)
