@@ -140,7 +140,7 @@ class Case:
         scratch, zeroed = self.places(numbers)
         if zeroed is not None:
             launch = self._with_zeros(launch, *zeroed)
-        made = [(numbers[s], numbers[t], dtype) for s, t, dtype in self._made]
+        made: list[Any] = [(numbers[s], numbers[t], dtype) for s, t, dtype in self._made]
         made[:turned] = [(*[(a, c, b, d) for a, b, c, d in x], of) for *x, of in made[:turned]]
         makers = [partial(make, *facts) for facts in made]
         index, device, begins = self.index, self.device, self._begins

@@ -18,7 +18,8 @@ class Ring:
 
     tile_counter = 0
 
-    def producer_commit(self, words, state):
+    def producer_commit(self, words, state, hulls):
+        assert hulls == ()
         self.committed = words
 
     def words(self, first, end, state):

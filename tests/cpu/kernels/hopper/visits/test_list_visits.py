@@ -62,11 +62,11 @@ def hosted(numbers: list[int], keys: int, side: int, block_n: int, kind: str, sp
 def visits(call, params, tile, split: int = 0):
     """By consumer, (first key, index of bits, whether it needs a mask) of each step; the producer's
     first keys are the same where consumers look at theirs."""
-    program = call["program_n_block_range"](params, tile, Int(split))
+    program = call["program_n_block_range"](params, tile, Int(split), ())
     made = []
     for consumer in range(params.tile.CONSUMERS):
         row = tile.row + 64 * consumer
-        mine = call["consumer_n_block_range"](params, tile, Int(row), program)
+        mine = call["consumer_n_block_range"](params, tile, Int(row), program, ())
         steps = []
         for step in range(call["n_block_count"](params, mine)):
             j = call["n_block_at"](params, mine, Int(step))

@@ -64,11 +64,11 @@ def visits(
             number, is_last = number + 1, turn.is_last
 
     for part in parts_in_turn() if in_turn else range(parts or 1):
-        program = call["program_n_block_range"](params, tile, Int(part))
+        program = call["program_n_block_range"](params, tile, Int(part), ())
         made = []
         for consumer in range(2):
             first = Int(row + 64 * consumer)
-            mine = call["consumer_n_block_range"](params, tile, first, program)
+            mine = call["consumer_n_block_range"](params, tile, first, program, ())
             steps = range(call["n_block_count"](params, mine))
             made.append([int(call["n_block_at"](params, mine, Int(step))) for step in steps])
             # Those that a consumer does not visit it passes over, before its own or after them.

@@ -46,9 +46,9 @@ def visits(entries: list[list[int]], ranges: int, block_n: int, splits: int | No
     host = Host({"gl": numbers, "tl": numbers})
     call = {name: host.turned(getattr(block_range, name)) for name in FUNCTIONS}
     for split in range(splits or 1):
-        program = call["program_n_block_range"](params, tile, Int(split))
+        program = call["program_n_block_range"](params, tile, Int(split), ())
         for consumer in range(len(entries)):
-            mine = call["consumer_n_block_range"](params, tile, Int(64 * consumer), program)
+            mine = call["consumer_n_block_range"](params, tile, Int(64 * consumer), program, ())
             made = []
             for step in range(call["n_block_count"](params, mine)):
                 j = int(call["n_block_at"](params, mine, Int(step)))
