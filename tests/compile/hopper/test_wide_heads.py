@@ -87,7 +87,7 @@ def test_rows_of_512_columns_and_sums_of_splits_do_not_spill(function):
     assert kinds["LDG"] and not kinds["STL"] + kinds["LDL"]
 
 
-@pytest.mark.parametrize("rows", (16, 32))
+@pytest.mark.parametrize("rows", (pytest.param(16, marks=pytest.mark.slow), 32))
 @pytest.mark.parametrize(
     "name", [n if n == "plain" else pytest.param(n, marks=pytest.mark.slow) for n in STEPS]
 )
