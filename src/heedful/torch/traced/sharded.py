@@ -46,8 +46,7 @@ _BROADCAST += ("q_descale", "k_descale", "v_descale")
 _LETTERS = {"b": _BATCH, "h": _HEADS, "-": _WHOLE}
 # Every rank needs all of these: they may be plain tensors, equal on all ranks.
 _SAME = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "q_offsets", "block_table")
-_SAME += ("seed",)
-_SAME += ("block_bits",)
+_SAME += ("seed", "block_bits")
 
 
 def check_shards(options: Options, out: Any, seed: Any) -> None:

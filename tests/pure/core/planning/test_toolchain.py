@@ -21,6 +21,18 @@ def test_a_missing_or_old_triton_is_a_reason():
         plan(problem, device, Toolchain(triton=(3, 5)))
 
 
+@pytest.mark.parametrize("device", ["MI300X", "MI355X"])
+def test_a_tree_mask_beside_a_bias_needs_a_newer_triton_on_amd_gpus_alone(device):
+    both = dense(1, 4, 64, 8, tree_mask=True, bias=True)
+    old, newer = Toolchain(triton=(3, 6)), Toolchain(triton=(3, 7))
+    with pytest.raises(ValueError, match="needs triton >= 3.7, got 3.6"):
+        plan(both, by_name(device), old, "portable")
+    assert plan(both, by_name(device), newer, "portable").backend == "portable"
+    assert plan(both, by_name("H200"), old, "portable").backend == "portable"
+    for alone in (replace(both, bias=False), replace(both, tree_mask=False)):
+        assert plan(alone, by_name(device), old, "portable").backend == "portable"
+
+
 def test_a_pack_of_kernels_stands_for_triton_and_other_tools_are_still_asked_for():
     row = Variant(
         *("mine", "forward", "", {"cpu": "run"}, ("bfloat16",), frozenset()),
