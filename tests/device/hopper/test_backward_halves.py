@@ -12,7 +12,7 @@ from heedful.core.registry.by_hand import forced
 from support.hopper.device import ON_HOPPER, WITH_TRITON_3_9
 from support.problems.budget import run
 from support.problems.cases import Case, twins, variants
-from support.problems.variants import problems, sample
+from support.problems.variants import problems, sample, wide
 from support.runs.prepared import Prepared
 
 pytestmark = [*ON_HOPPER, WITH_TRITON_3_9]
@@ -71,26 +71,9 @@ def test_gradients_in_float16_are_within_their_error_budget(case):
 
 def _taken(variant: Case) -> Case:
     """The variant without what the row leaves to others."""
-    return replace(
+    return wide(
         variant,
-        head_dim=512 if variant.seed % 2 else 320,
-        head_dim_v=0,
         backward=True,
-        deterministic=False,
-        return_probs=False,
-        dropout_p=0.0,
-        dropout_origin=(0, 0, 0, 0),
-        alibi="",
-        bias="",
-        bias_dtype="",
-        rel_bias=0,
-        tree_mask=False,
-        key_ranges=0,
-        block_mask=0,
-        kv_dtype="",
-        kv_group=0,
-        kv_shift=False,
-        v_in_k=False,
         used="",
         page_size=0,
         num_splits=1,

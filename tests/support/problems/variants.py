@@ -92,3 +92,29 @@ def problems(draw, variant: Case, longest: int = 300) -> Case:
         num_splits=draw(st.integers(2, 5)) if variant.num_splits else 0,
         seed=draw(st.integers(0, 2**16)),
     )
+
+
+def wide(variant: Case, **more: Any) -> Case:
+    """The variant with a head dim above 256, without what kernels of wide heads leave to others.
+    more: further changes."""
+    return replace(
+        variant,
+        head_dim=512 if variant.seed % 2 else 320,
+        head_dim_v=0,
+        deterministic=False,
+        return_probs=False,
+        dropout_p=0.0,
+        dropout_origin=(0, 0, 0, 0),
+        alibi="",
+        bias="",
+        bias_dtype="",
+        rel_bias=0,
+        tree_mask=False,
+        key_ranges=0,
+        block_mask=0,
+        kv_dtype="",
+        kv_group=0,
+        kv_shift=False,
+        v_in_k=False,
+        **more,
+    )
