@@ -239,7 +239,7 @@ class Device:
         self.arrive(full, 1, 1)
         self.load(desc, [int(column)], full, memory)
 
-    def queries_of(self, io, params, tile, blocks, visit):
+    def queries_of(self, io, params, tile, blocks, visit, is_first):
         visit = int(visit)
         return Int(0), Int(visit), ("lse", visit), ("delta", visit), ()
 
