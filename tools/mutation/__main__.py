@@ -11,6 +11,8 @@ import threading
 import time
 import tomllib
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -21,7 +23,7 @@ except ImportError:
 
 from mutation.covering import Choice, Map, Traced, test_files
 from mutation.mutants import Mutant, sample
-from mutation.server import MODES, NO_TESTS, Hub, Server
+from mutation.server import MODES, NO_TESTS, PRELOADED, Hub, Server
 from mutation.trees import Trees
 
 
@@ -86,20 +88,40 @@ class Result:
 class Hubs:
     """The processes that serve tests, one of each mode, from when it is first wanted."""
 
-    def __init__(self, cache: Path):
-        self._cache, self._lock = cache, threading.Lock()
+    def __init__(self, cache: Path, preloaded: Sequence[str] = PRELOADED):
+        self._cache, self._preloaded, self._lock = cache, preloaded, threading.Lock()
         self._made: dict[str, Hub] = {}
 
     def connect(self, mode: str) -> Server:
         """A connection of its own to the process of a mode."""
         with self._lock:
             if mode not in self._made:
-                self._made[mode] = Hub(mode, self._cache)
+                self._made[mode] = Hub(mode, self._cache, self._preloaded)
         return self._made[mode].connect()
 
     def close(self) -> None:
         for made in self._made.values():
             made.close()
+
+
+class Proof:
+    """Whether tests that failed with a mutant pass without it, found once of each."""
+
+    def __init__(self):
+        self._passes: dict[tuple[str, str], bool] = {}
+
+    def is_broken(self, test: Traced) -> bool:
+        return not self._passes.get((test.mode, test.id), True)
+
+    def passes(self, worker: "Worker", test: Traced) -> bool:
+        """Runs it in the worker's tree, which has no mutant now."""
+        name = test.mode, test.id
+        if name not in self._passes:
+            answer = worker.run(test.mode, [test])
+            self._passes[name] = answer["code"] == 0
+            if answer["code"]:
+                print(f"fails by itself: {test.id} ({test.mode})", flush=True)
+        return self._passes[name]
 
 
 @dataclass
@@ -108,6 +130,7 @@ class Worker:
 
     tree: Path
     hubs: Hubs
+    proof: Proof
     servers: dict[str, Server] = field(default_factory=dict)
 
     def server(self, mode: str) -> Server:
@@ -116,38 +139,61 @@ class Worker:
         return self.servers[mode]
 
     def judge(self, mutant: Mutant, choice: Choice, seconds: float) -> Result:
-        """Plants the mutant, runs tests until one fails, and takes it out again."""
-        path = self.tree / mutant.module
-        source = path.read_text()
-        lines = mutant.lines(source)
+        """Plants the mutant, runs tests until one fails, and takes it out again: it is killed if
+        the test passes then."""
+        lines = mutant.lines((self.tree / mutant.module).read_text())
         tests, exact = choice.tests(mutant.module, lines, seconds, mutant.at_import)
         start = time.monotonic()
+        while True:
+            tests = [test for test in tests if not self.proof.is_broken(test)]
+            with self._planted(mutant):
+                killer, said = self._killer(tests)
+            if killer is None or self.proof.passes(self, killer):
+                break
+        fate = "killed" if killer else "survived"
+        return Result(mutant, fate, exact, time.monotonic() - start, said)
+
+    @contextmanager
+    def _planted(self, mutant: Mutant) -> Iterator[None]:
+        path = self.tree / mutant.module
+        source, stat = path.read_text(), path.stat()
         # Compiled code is known by its size and by its time in seconds: not well enough for this.
-        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
-            compiled.unlink()
+        compiled = list((path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"))
+        for file in compiled:
+            file.rename(file.with_suffix(".kept"))
         path.write_text(mutant.apply(source))
         try:
-            killer = self._killer(tests)
+            yield
         finally:
             path.write_text(source)
-        fate = "killed" if killer else "survived"
-        return Result(mutant, fate, exact, time.monotonic() - start, killer)
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+            for file in compiled:
+                file.with_suffix(".kept").rename(file)
 
-    def _killer(self, tests: list[Traced]) -> str:
-        """What failed; empty if nothing did."""
-        for mode in MODES:
-            mine = [test for test in tests if test.mode == mode]
+    def run(self, mode: str, tests: list[Traced]) -> dict:
+        """Runs tests until one fails or takes far longer than usual."""
+        each = [SPINS_S + 3 * test.seconds for test in tests]
+        limit = 20.0 + 3 * sum(test.seconds for test in tests)
+        return self.server(mode).run(self.tree, [test.id for test in tests], limit, each=each)
+
+    def _killer(self, tests: list[Traced]) -> tuple[Traced | None, str]:
+        """The test that failed and what it said; None if nothing did."""
+        # That of the test that says most first.
+        for mode in dict.fromkeys(test.mode for test in tests):
+            mine = {test.id: test for test in tests if test.mode == mode}
             if not mine:
                 continue
-            each = [SPINS_S + 3 * test.seconds for test in mine]
-            limit = 20.0 + 3 * sum(test.seconds for test in mine)
-            names = [test.id for test in mine]
-            answer = self.server(mode).run(self.tree, names, limit, each=each)
+            answer = self.run(mode, list(mine.values()))
+            if answer["code"] in (0, NO_TESTS):
+                continue
+            # Where a file cannot be read, it is the first of its tests.
+            name = answer["test"]
+            files = {test.file: test for test in reversed(mine.values())}
+            killer = mine.get(name) or files.get(name.split("::")[0]) or next(iter(mine.values()))
             if answer["code"] is None or answer["code"] < 0:
-                return f"{mode}: out of time, or crashed ({answer['code']})"
-            if answer["code"] not in (0, NO_TESTS):
-                return f"{mode}: {_last_words(answer['output'])}"
-        return ""
+                return killer, f"{mode}: out of time, or crashed ({answer['code']}): {name}"
+            return killer, f"{mode}: {_last_words(answer['output'])}"
+        return None, ""
 
     def close(self) -> None:
         for server in self.servers.values():
@@ -217,7 +263,7 @@ def main() -> int:
     given.until = time.monotonic() + given.limit
     root = Path.cwd()
     state = root / STATE
-    os.nice(5)
+    os.nice(given.nice)
     state.mkdir(exist_ok=True)
     with (state / "lock").open("w") as lock:
         if fcntl is not None:
@@ -228,7 +274,8 @@ def main() -> int:
 def run(given: argparse.Namespace, root: Path, state: Path) -> int:
     """Everything, where nobody else works in this folder."""
     hubs = Hubs(state / "cache")
-    workers = [Worker(state / "trees" / str(i), hubs) for i in range(given.workers)]
+    proof = Proof()
+    workers = [Worker(state / "trees" / str(i), hubs, proof) for i in range(given.workers)]
     Trees([worker.tree for worker in workers]).copy(root)
     kept, tree, part = Map(state), workers[0].tree, PARTS[given.part]
     try:
@@ -352,6 +399,7 @@ def _arguments() -> argparse.Namespace:
     add("--seed", type=int, help="of the sample; drawn and printed by default")
     add("--modules", nargs="*", default=[], help="only modules whose path holds one of these")
     add("--workers", type=int, default=os.cpu_count() or 1, help="mutants at a time")
+    add("--nice", type=int, default=5, help="how far behind other processes")
     add("--seconds", type=float, default=60.0, help="of usual test time, for each mutant")
     add("--limit", type=float, default=math.inf, help="seconds after which nothing more is begun")
     add("--least", type=float, help="exit with 1 below this score; the part's by default")

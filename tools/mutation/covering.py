@@ -8,24 +8,31 @@ ran of each. An entry is made anew when its test file, or what tests share, has 
 source has changed since, its lines are found again by their text.
 """
 
+import contextlib
 import hashlib
 import json
+import math
 import os
 import re
+import shutil
 import sys
 import tarfile
+import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 FOLDERS = ("tests/pure", "tests/cpu", "tests/compile")
 # Tests that take longer say little for their time.
 SLOWEST_S = 30.0
+# What any test costs beside its own time.
+START_S = 0.1
 # Other than that of an entry, where its lines were found in another way.
-WAY = "3"
+WAY = "4"
 
 
 @dataclass(frozen=True)
@@ -44,15 +51,16 @@ class Traced:
 
 
 class Tracer:
-    """A pytest plugin: the lines that each test runs under a tree's src, its time and outcome."""
+    """A pytest plugin: the lines that each test runs under a tree's src, its time and outcome; also
+    those that processes run which it starts."""
 
     def __init__(self, tree: Path, path: Path):
         import coverage
 
         self._src, self._tree, self._path = tree / "src", tree, path
-        self._cover = coverage.Coverage(
-            data_file=None, source=[str(self._src)], omit=["*/emulator/*"]
-        )
+        omit = ["*/emulator/*"]
+        self._cover = coverage.Coverage(data_file=None, source=[str(self._src)], omit=omit)
+        self._started = Started({"source": [str(self._src)], "omit": omit})
         self._seconds: dict[str, float] = {}
         self._failed: set[str] = set()
         self._skipped: set[str] = set()
@@ -61,6 +69,7 @@ class Tracer:
 
     def pytest_runtest_logstart(self, nodeid, location):
         self._cover.switch_context(nodeid)
+        self._started.begin(nodeid)
         if jax := sys.modules.get("jax"):
             # What an earlier test compiled would not be traced again.
             jax.clear_caches()
@@ -75,22 +84,72 @@ class Tracer:
     def pytest_runtest_logfinish(self, nodeid, location):
         self._seconds[nodeid] = _processor_seconds() - self._start
         self._cover.switch_context("")
+        self._started.end()
 
     def pytest_sessionfinish(self, session):
         self._cover.stop()
-        data = self._cover.get_data()
-        lines: dict[str, dict[str, list[int]]] = {}
-        for file in data.measured_files():
-            module = os.path.relpath(file, self._tree)
-            for line, contexts in data.contexts_by_lineno(file).items():
-                for context in contexts:
-                    lines.setdefault(context, {}).setdefault(module, []).append(line)
+        found: dict[str, dict[str, set[int]]] = {}
+        for module, line, contexts in _lines(self._cover.get_data(), self._tree):
+            for context in contexts:
+                found.setdefault(context, {}).setdefault(module, set()).add(line)
+        self._started.add_to(found, self._tree)
         tests = {
-            test: {"seconds": seconds, "lines": lines.get(test, {})}
+            test: {
+                "seconds": seconds,
+                "lines": {module: sorted(ran) for module, ran in found.get(test, {}).items()},
+            }
             for test, seconds in self._seconds.items()
             if test not in self._failed | self._skipped
         }
         self._path.write_text(json.dumps({"tests": tests, "failed": sorted(self._failed)}))
+
+
+class Started:
+    """What processes ran that tests started: by coverage.py's own hook for processes, which reads
+    the settings that a variable names and writes a file as the process ends."""
+
+    def __init__(self, settings: dict[str, list[str]]):
+        self._folder = Path(tempfile.mkdtemp(prefix="mutation-started-"))
+        lines = ["[run]", "parallel = true", "context = ${MUTATION_TEST}", "patch = _exit, fork"]
+        lines += [f"data_file = {self._folder}/ran"]
+        lines += [f"{name} = {', '.join(values)}" for name, values in settings.items()]
+        (self._folder / "rc").write_text("\n".join(lines))
+        # By test when it began.
+        self._began: dict[str, float] = {}
+        os.environ["COVERAGE_PROCESS_START"] = str(self._folder / "rc")
+        self.end()
+
+    def begin(self, test: str) -> None:
+        self._began[test] = time.time()
+        os.environ["MUTATION_TEST"] = test
+
+    def end(self) -> None:
+        os.environ["MUTATION_TEST"] = ""
+
+    def add_to(self, found: dict[str, dict[str, set[int]]], tree: Path) -> None:
+        """To the lines of the test that started a process, and of those that began while it ran:
+        ranks of a group live as long as the tests of their file."""
+        import coverage
+
+        for file in self._folder.glob("ran*"):
+            data = coverage.CoverageData(str(file))
+            with contextlib.suppress(coverage.CoverageException):
+                data.read()
+            ended, (test,) = file.stat().st_mtime, data.measured_contexts() or {""}
+            first = self._began.get(test, math.inf)
+            tests = [name for name, began in self._began.items() if first <= began < ended]
+            for module, line, _ in _lines(data, tree):
+                for name in tests:
+                    found.setdefault(name, {}).setdefault(module, set()).add(line)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _lines(data: Any, tree: Path) -> Iterator[tuple[str, int, list[str]]]:
+    """(module, line, contexts) of coverage.py's data."""
+    for file in data.measured_files():
+        module = os.path.relpath(file, tree)
+        for line, contexts in data.contexts_by_lineno(file).items():
+            yield module, line, contexts
 
 
 def _processor_seconds() -> float:
@@ -263,9 +322,9 @@ class Choice:
             found = (tests for m, tests in self._by_module.items() if m.startswith(f"{folder}/"))
             near = list({(t.mode, t.id): t for tests in found for t in tests}.values())
         exact = [t for t in near if not t.lines.get(module, frozenset()).isdisjoint(lines)]
-        first = _in_turn(exact)
+        first = _in_turn(exact, module)
         names = {(t.mode, t.id) for t in exact}
-        rest = _in_turn([t for t in near if (t.mode, t.id) not in names])
+        rest = _in_turn([t for t in near if (t.mode, t.id) not in names], module)
         names |= {(t.mode, t.id) for t in rest}
         others = [t for t in self._all if (t.mode, t.id) not in names]
         imports = _imports(module)
@@ -311,16 +370,19 @@ def _within(tests: Iterable[Traced], seconds: float) -> list[Traced]:
 
 def _focus(test: Traced, module: str) -> float:
     """How much of what a test runs is of this module."""
-    return len(test.lines.get(module, ())) / sum(len(lines) for lines in test.lines.values())
+    ran = sum(len(lines) for lines in test.lines.values())
+    return len(test.lines.get(module, ())) / ran if ran else 0.0
 
 
-def _in_turn(tests: list[Traced]) -> list[Traced]:
-    """The fastest of each file, then the second of each, and so on: unlike tests come early."""
+def _in_turn(tests: list[Traced], module: str = "") -> list[Traced]:
+    """The first of each file, then the second of each, and so on: unlike tests come early. First is
+    what is fastest and runs little but the module."""
+    price = {(t.mode, t.id): (t.seconds + START_S) / max(0.01, _focus(t, module)) for t in tests}
     by_file: dict[tuple[str, str], list[Traced]] = {}
     for test in tests:
         by_file.setdefault((test.mode, test.file), []).append(test)
     ranked = []
     for found in by_file.values():
-        found.sort(key=lambda t: t.seconds)
-        ranked += [(rank, test.seconds, test) for rank, test in enumerate(found)]
+        found.sort(key=lambda t: price[t.mode, t.id])
+        ranked += [(rank, price[test.mode, test.id], test) for rank, test in enumerate(found)]
     return [test for *_, test in sorted(ranked, key=lambda r: r[:2])]

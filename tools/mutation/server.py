@@ -8,6 +8,7 @@ so that each run imports the sources of its own tree.
 """
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -33,6 +34,12 @@ NO_TESTS = 5
 PRELOADED = ("numpy", "torch", "torch.testing", "triton", "triton.experimental.gluon")
 PRELOADED += ("hypothesis", "pytest", "typer", "rich", "coverage")
 PRELOADED += ("jax", "jax.numpy", "jax.export", "ml_dtypes")
+PRELOADED += ("torch.distributed", "torch._dynamo", "torch.utils.checkpoint")
+# Files of tests that are collected at a time: to collect one may take longer than its tests, and
+# the first few notice most bugs.
+GROUP = 3
+# Where a run says which test it is at; what is there when it fails is what failed.
+TOLD = ".mutation-test"
 
 
 class Hub:
@@ -94,7 +101,8 @@ class Server:
         """Runs tests of a tree until the first fails, or with `trace` all of them, and writes there
         what each ran; for at most so many seconds of processor time. each: the same for each test.
 
-        Returns {"code": pytest's exit code or None where time ran out, "seconds", "output"}.
+        Returns {"code": pytest's exit code or None where time ran out, "seconds", "output", "test":
+        the one that ran last, or the file that could not be collected}.
         """
         request = {"tree": str(tree), "tests": tests, "seconds": seconds, "each": list(each)}
         request["trace"] = str(trace) if trace else ""
@@ -119,13 +127,22 @@ class Chosen:
     test that takes longer spins or waits for ever, and ends its process.
     """
 
-    def __init__(self, tests: list[str], each: Sequence[float] = ()):
-        self._tests = tests
+    def __init__(self, tests: list[str], each: Sequence[float] = (), told: Path | None = None):
+        self._tests, self._told = tests, told
         self._seconds = dict(zip(tests, each, strict=True)) if each else {}
         self._most = max(each, default=0.0)
 
+    def _tell(self, name: str) -> None:
+        if self._told:
+            self._told.write_text(name)
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self._tell(report.nodeid)
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
+        self._tell(item.nodeid)
         seconds = self._seconds.get(item.nodeid, self._most)
         _end_after(seconds)
         try:
@@ -143,6 +160,20 @@ class Chosen:
             cases = [by_id[test]] if test in by_id else by_function.get(test.split("[")[0], [])
             found |= {item.nodeid: item for item in cases}
         items[:] = found.values()
+
+
+def in_groups(tests: Sequence[str]) -> list[list[str]]:
+    """The tests in their order; a group has tests of GROUP files, the next of twice as many."""
+    groups: list[list[str]] = [[]]
+    files: set[str] = set()
+    most = GROUP
+    for test in tests:
+        files.add(test.split("::")[0])
+        if len(files) > most:
+            groups.append([])
+            files, most = {test.split("::")[0]}, 2 * most
+        groups[-1].append(test)
+    return groups
 
 
 def _given_path() -> list[str]:
@@ -163,6 +194,9 @@ def serve() -> None:
     for name in names:
         with contextlib.suppress(ImportError):
             __import__(name)
+    # Forks share what is here: nobody is to look for garbage among it.
+    gc.collect()
+    gc.freeze()
     # Nobody waits for a fork that serves a connection.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -190,11 +224,13 @@ def _serve(connection: socket.socket) -> None:
 
 def _fork(request: dict) -> dict:
     start = time.monotonic()
-    log = Path(request["tree"]) / ".mutation-output"
+    log, told = (Path(request["tree"]) / name for name in (".mutation-output", TOLD))
+    told.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
         try:
             os.setsid()
+            _be_as_nice()
             _become(request, log)
         finally:
             os._exit(70)
@@ -214,7 +250,14 @@ def _fork(request: dict) -> dict:
         os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status) if done else None
     output = log.read_text(errors="replace")[-4000:] if log.exists() else ""
-    return {"code": code, "seconds": time.monotonic() - start, "output": output}
+    test = told.read_text() if told.exists() else ""
+    return {"code": code, "seconds": time.monotonic() - start, "output": output, "test": test}
+
+
+def _be_as_nice() -> None:
+    """Linux shares a machine between sessions first: a new one is to be as nice as its process."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(os.nice(0)))
 
 
 def _become(request: dict, log: Path) -> None:
@@ -234,21 +277,38 @@ def _become(request: dict, log: Path) -> None:
     os.dup2(handle, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdin = io.StringIO()
-    options = ["--rootdir", tree, "--tb=line", "--no-header", "-W", "ignore"]
-    for name in ("cacheprovider", "xdist", "faulthandler"):
+    # Plain assertions: to write those of a file anew takes longer than to read it compiled.
+    options = ["--rootdir", tree, "--tb=line", "--no-header", "-W", "ignore", "--assert=plain"]
+    # At its end unraisableexception looks several times for garbage among all that is imported,
+    # which takes longer than most tests.
+    for name in ("cacheprovider", "xdist", "faulthandler", "unraisableexception"):
         options += ["-p", f"no:{name}"]
     if request["trace"]:
         from mutation.covering import Tracer
 
-        plugin, files = Tracer(Path(tree), Path(request["trace"])), request["tests"]
+        plugin = Tracer(Path(tree), Path(request["trace"]))
+        code = pytest.main([*options, *request["tests"]], plugins=[plugin])
     else:
-        plugin = Chosen(request["tests"], request["each"])
-        files = list(dict.fromkeys(test.split("::")[0] for test in request["tests"]))
-        options.append("-x")
-    code = pytest.main([*options, *files], plugins=[plugin])
+        code = _run([*options, "-x"], request)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(int(code))
+
+
+def _run(options: list[str], request: dict) -> int:
+    """Runs groups of tests one after the other; returns pytest's exit code of the first that
+    fails."""
+    seconds = dict(zip(request["tests"], request["each"], strict=False))
+    codes = set()
+    for tests in in_groups(request["tests"]):
+        each = [seconds[test] for test in tests] if seconds else ()
+        files = list(dict.fromkeys(test.split("::")[0] for test in tests))
+        plugin = Chosen(tests, each, Path(request["tree"]) / TOLD)
+        code = int(pytest.main([*options, *files], plugins=[plugin]))
+        if code not in (0, NO_TESTS):
+            return code
+        codes.add(code)
+    return min(codes, default=NO_TESTS)
 
 
 if __name__ == "__main__":

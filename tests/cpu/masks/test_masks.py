@@ -97,6 +97,8 @@ STARTS = [0, 0, 0, 3, 3, 5, 5, 5, 5, 5, 10, 11]
         ([[5, 8]] * 4 + [[12, 12]] * 8, True),
         ([list(pair) for pair in zip(ENDS, STARTS, strict=True)], False),
         ([[12, 12, 0, s] for s in STARTS], False),
+        # Rows of one run, which begins behind key 0, beside rows of two.
+        ([[0, 6, 12, 12]] * 2 + [[0, 12, 12, 12]] * 2 + [[12, 12, 12, 12]] * 8, False),
     ],
 )
 def test_flashmasks_of_row_ranges_are_converted(framework, columns, causal):

@@ -4,14 +4,15 @@ a file."""
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mutation.__main__ import Result, table
-from mutation.covering import Map
+from mutation.__main__ import Hubs, Proof, Result, Worker, table
+from mutation.covering import Choice, Map
 from mutation.mutants import mutants
-from mutation.server import Hub
+from mutation.server import GROUP, Hub, in_groups
 from mutation.trees import Trees, listed
 
 TOOLS = Path(__file__).parents[3] / "tools"
@@ -57,6 +58,79 @@ def test_a_run_and_what_it_starts_find_the_callers_packages_after_the_trees(tmp_
         hub.close()
     assert answer["code"] == 0, answer["output"]
     assert "3 passed" in answer["output"] and again["code"] == 0
+
+
+# A test that fails by itself, one that the tree passes and one in a process of its own.
+JUDGES = """
+import subprocess, sys
+from m import value
+
+def test_fails_by_itself():
+    assert value() == 2
+
+def test_notices():
+    assert value() == 1
+
+def test_starts():
+    code = "import m; assert m.other() == 5"
+    subprocess.run([sys.executable, "-c", code], check=True)
+"""
+MODULE = (
+    "def value():\n    return 1\n\n\ndef other():\n    return 5\n\n\ndef loose():\n    return 7\n"
+)
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    """A worker, and the map of its tree."""
+    folder = tmp_path_factory.mktemp("judged")
+    tree, file = folder / "tree", "tests/pure/test_m.py"
+    written(tree, src__m_py=MODULE, tests__pure__test_m_py=JUDGES)
+    hubs = Hubs(folder / "cache", preloaded=())
+    worker, kept = Worker(tree, hubs, Proof()), Map(folder)
+    kept.make(worker.server("plain"), "plain", file, tree, 60.0)
+    yield worker, kept.tests(tree)
+    worker.close()
+    hubs.close()
+
+
+@pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="runs of tests are forks")
+def test_the_map_holds_what_started_processes_run_and_no_test_that_fails(judged):
+    worker, tests = judged
+    name = "tests/pure/test_m.py::test_"
+    assert {test.id: set(test.lines.get("src/m.py", ())) for test in tests} == {
+        name + "notices": {2},
+        # The whole module is imported there.
+        name + "starts": {1, 5, 6, 9},
+    }
+
+
+@pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="runs of tests are forks")
+def test_a_mutant_is_noticed_only_by_a_test_that_passes_without_it(judged):
+    worker, tests = judged
+    # As by a map of a machine on which it passed.
+    broken = replace(tests[0], id="tests/pure/test_m.py::test_fails_by_itself", seconds=0.0)
+    choice = Choice([broken, *tests])
+    found = {
+        mutant.line: worker.judge(mutant, choice, 60.0)
+        for mutant in mutants("src/m.py", MODULE)
+        if mutant.text in ("0", "4", "6")
+    }
+    assert {line: result.fate for line, result in found.items()} == {
+        2: "killed",
+        6: "killed",
+        10: "survived",
+    }
+    assert "test_notices" in found[2].by and "test_starts" in found[6].by
+    assert (worker.tree / "src/m.py").read_text() == MODULE
+
+
+def test_few_files_are_collected_before_many():
+    names = [f"{file}.py::{test}" for test in (1, 2) for file in range(9)]
+    groups = in_groups(names)
+    assert [name for group in groups for name in group] == names
+    files = [len({name.split("::")[0] for name in group}) for group in groups]
+    assert files == [GROUP, 2 * GROUP, 9]
 
 
 def test_without_a_repository_files_are_those_of_a_walk(tmp_path):
