@@ -134,7 +134,7 @@ def _scratch(workspace: Workspace) -> dict:
 
 def _kernel(decision: Plan, direction: str) -> dict:
     kernel = decision.variant_of(direction)
-    level = kernel.level(decision.device, decision.problem)
+    level = decision.level if direction == "forward" else decision.backward_level
     return {"backend": kernel.backend, "variant": kernel.name, "level": level}
 
 

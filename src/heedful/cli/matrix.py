@@ -2,7 +2,7 @@
 
 from heedful.core.base.device import KNOWN
 from heedful.core.call.problem import FEATURES, MAX_HEAD_DIM_V
-from heedful.core.registry.capability import LEVELS, VARIANTS, Variant
+from heedful.core.registry.capability import LEVELS, VARIANTS, Variant, words_of
 from heedful.core.registry.gates import wider_keys_than_values
 
 _SHORT = {
@@ -60,7 +60,7 @@ def feature_words(row: Variant) -> str:
     beyond = {name: words for name, words in FEATURES.items() if name not in _SPOKEN_OF}
     has = [words for name, words in beyond.items() if name in row.features]
     lacks = [words for name, words in beyond.items() if name not in row.features]
-    unrun = [words for name, words in beyond.items() if name in row.unrun]
+    unrun = words_of(row.unrun)
     more = f"; compile-only so far with {', '.join(unrun)}" if unrun else ""
     if not lacks:
         return "every feature" + more

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import heedful.torch as heedful
+from heedful.core.registry.capability import VARIANTS
 from support.captures import graph_capture
-from support.hopper.device import ON_HOPPER
+from support.hopper.device import ON_HOPPER, WITH_TRITON_3_9
 from support.problems.budget import run
-from support.problems.cases import Case
+from support.problems.cases import MIXED, Case
 from support.runs.prepared import Prepared
 
 pytestmark = ON_HOPPER
@@ -46,6 +47,23 @@ DECODES = [
     ("decode", replace(FEW, softcap=3.0, alibi="h")),
     ("mla", replace(FEW, head_dim=576, head_dim_v=512, heads_q=16, heads_k=1, v_in_k=True)),
 ]
+LATENT = DECODES[-1][1]
+STORED = replace(LATENT, kv_dtype="float8_e4m3fn", dtype="bfloat16")
+PACKED = replace(MIXED, q_offsets=True, causal=True)
+# The rows of `Variant.unrun`, by name: where these pass on hardware, the rows lose it.
+UNRUN = [
+    ("decode/mla_swap_ab", replace(LATENT, seqlen_q=1)),
+    ("decode/mla_converting", STORED),
+    ("decode/mla_converting_pair", replace(STORED, heads_q=64, page_size=64)),
+    ("decode/wide", replace(FEW, head_dim=512)),
+    ("mixed/hopper", PACKED),
+    ("mixed/portable", replace(PACKED, softcap=3.0)),
+    ("mixed/converting", replace(PACKED, kv_dtype="float8_e4m3fn")),
+    ("hopper/converting", replace(PACKED, kv_dtype="float8_e4m3fn")),
+    ("hopper/fp8", replace(LONG, dtype="float8_e4m3fn")),
+    ("hopper/forward_wide", replace(LONG, head_dim=512)),
+    ("hopper/halves", replace(LONG, head_dim=512, backward=True)),
+]
 # Runs of few and of many keys, by the same kernels.
 SIZES = [{}, {"seqlen_k": 129, "batch": 5}]
 
@@ -74,6 +92,21 @@ def test_portable_kernels_are_within_their_budget(case):
 def test_decodes_are_within_their_budget(backend, case):
     for seed in range(2):
         run(Prepared(backend), replace(case, seed=case.seed + seed), "cuda")
+
+
+@WITH_TRITON_3_9
+@pytest.mark.parametrize("name, case", UNRUN)
+def test_a_kernel_that_has_not_run_with_it_by_default_is_within_its_budget(name, case):
+    for seed in range(2):
+        prepared = Prepared(name)
+        run(prepared, replace(case, seed=case.seed + seed), "cuda")
+        chosen = prepared.plan.variant_of("backward" if case.backward else "forward")
+        assert chosen.label == name
+
+
+def test_every_row_that_has_not_run_with_it_has_such_a_test():
+    rows = {row.label for row in VARIANTS if "q_offsets" in row.unrun}
+    assert rows == {name for name, _ in UNRUN}
 
 
 def test_a_captured_call_reads_the_offsets_of_its_replay():

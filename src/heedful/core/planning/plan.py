@@ -158,13 +158,14 @@ def plan(
     for option in by_hand:
         if not any(option in OPTIONS.get(kernel, ()) for kernel in tiles):
             raise ValueError(f"backend: no kernel of this call has the option {option!r}")
+    framework = toolchain.framework if toolchain else "torch"
     return Plan(
         problem,
         device,
         forward.backend,
-        forward.level(device, problem) or "",
+        forward.level(device, problem, framework) or "",
         backward.backend if backward else None,
-        backward.level(device, problem) if backward else None,
+        backward.level(device, problem, framework) if backward else None,
         forward.name,
         backward.name if backward else None,
         {kernel: config for kernel, (config, _) in tiles.items()},
@@ -184,7 +185,8 @@ def needs_pack(chosen: Plan, direction: str) -> bool:
     tools = chosen.toolchains.get(direction)
     if tools is None or tools.triton is None or not tools.packs:
         return False
-    return chosen.variant_of(direction).triton_of(tools) != tools.triton
+    planned = chosen.variant_of(direction).triton_of(tools, chosen.problem, chosen.device)
+    return planned != tools.triton
 
 
 def without_packs(chosen: Plan, direction: str) -> Plan:
@@ -224,6 +226,25 @@ def _left_to_others(v: Variant, problem, device, toolchain, named: Overrides | N
     ]
 
 
+def _left_to_what_has_run(v: Variant, problem, device, tools: Toolchain) -> list[str]:
+    """Why a variant leaves a problem, with something of which it has not run on hardware, to one
+    that has run with it."""
+    if not v.unrun_with(problem, tools.framework) or v.level(device) != "run":
+        return []
+    others = [
+        other
+        for row in capability.rows(v.direction)
+        for other in row.taking(problem)
+        if other.serves(tools.framework)
+        and other.by_default
+        and other.level(device, problem, tools.framework) == "run"
+        and not _left_to_others(other, problem, device, tools, None)
+        and not other.why_not(problem, device, tools)
+    ]
+    unrun = ", ".join(capability.words_of(v.unrun_with(problem, tools.framework)))
+    return [f"has not run with {unrun}: {other.label} has" for other in others[:1]]
+
+
 def _choose(
     direction, problem, device, toolchain, named: Overrides | None, backend: str | None
 ) -> tuple[Variant, tuple[Rejection, ...]]:
@@ -243,6 +264,8 @@ def _choose(
             if named is None or v in allowed:
                 reasons = _left_to_others(v, problem, device, toolchain, named)
             reasons = reasons or v.why_not(problem, device, toolchain)
+            if not reasons and named is None:
+                reasons = _left_to_what_has_run(v, problem, device, tools)
             is_free = v.by_default or v.backend in tools.validated
             if not reasons and named and v not in allowed:
                 reasons = [f"backend={backend!r} was asked for"]
@@ -303,7 +326,7 @@ def _configs(
     tools = toolchain or Toolchain()
     # Maps each kernel to the Triton that it is planned for.
     kernels = {
-        kernel: row.triton_of(tools)
+        kernel: row.triton_of(tools, problem, device)
         for row in (forward, backward)
         if row is not None
         for kernel in row.configs

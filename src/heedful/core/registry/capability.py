@@ -35,10 +35,11 @@ class Variant:
     """One kernel of a backend for one direction, and the problems that it takes. name: within its
     backend; "" if it is the only one. alias: its name when it was a backend, which still chooses
     it. levels: architecture -> support level; "nvidia:*" stands for NVIDIA parts not listed.
-    features: what it takes beyond plain dense attention. unrun: those of them with which it has not
-    run on hardware, where it has without them. kv_dtypes: of keys and values beside the dtype of
-    the queries, and without that dtype if `converts`. max_dim, dim_multiple: the largest head dim
-    of Q and K (V's is at most MAX_HEAD_DIM_V), and what head dims are multiples of.
+    features: what it takes beyond plain dense attention. unrun: those of them, and frameworks, with
+    which it has not run on hardware, where it has without them: one that has takes such calls by
+    default. kv_dtypes: of keys and values beside the dtype of the queries, and without that dtype
+    if `converts`. max_dim, dim_multiple: the largest head dim of Q and K (V's is at most
+    MAX_HEAD_DIM_V), and what head dims are multiples of.
     by_default: whether the planner may choose it where no backend is named. short_queries: the most
     queries of a sequence that a decode kernel handles, where the Hopper forward handles longer
     ones. gathers_pages: it takes keys in pages as dense copies, see torch/eager/pages.py. appends:
@@ -90,20 +91,31 @@ class Variant:
         """The name of its kernels in packs."""
         return self.alias or self.backend
 
-    def triton_of(self, toolchain: Toolchain) -> tuple[int, ...] | None:
-        """The Triton that its kernels are planned for: that of a loaded pack, which need not be the
-        installed one, if it is new enough; else the installed one."""
-        least = dict(self.least).get("triton", ())
-        tritons = toolchain.tritons_of(self.packed_as)
-        return next((version for version in tritons if version >= least), None)
+    def tools_of(self, problem: AttentionProblem, device: DeviceSpec) -> Least:
+        """The oldest tools that a problem needs."""
+        return self.least + (self.least_of(problem, device) if self.least_of else ())
 
-    def level(self, device: DeviceSpec, problem: AttentionProblem | None = None) -> str | None:
+    def triton_of(
+        self, toolchain: Toolchain, problem: AttentionProblem, device: DeviceSpec
+    ) -> tuple[int, ...] | None:
+        """The Triton that a problem's kernels are planned for: that of a loaded pack, which need
+        not be the installed one, if it is new enough; else the installed one."""
+        wanted = [least for tool, least in self.tools_of(problem, device) if tool == "triton"]
+        tritons = toolchain.tritons_of(self.packed_as)
+        return next((v for v in tritons if all(v >= least for least in wanted)), None)
+
+    def unrun_with(self, problem: AttentionProblem, framework: str = "torch") -> frozenset[str]:
+        """The entries of `unrun` that a call has."""
+        return self.unrun & {*problem.features(), framework} if self.unrun else self.unrun
+
+    def level(
+        self, device: DeviceSpec, problem: AttentionProblem | None = None, framework: str = "torch"
+    ) -> str | None:
         """The support level on this device, of this problem or without any of `unrun`. None where
         the kernel does not exist for the device."""
         level = self.levels.get(device.arch) or self.levels.get(f"{device.vendor}:*")
-        if level == "run" and problem and self.unrun and self.unrun & problem.features():
-            return "compile-only"
-        return level
+        is_unrun = problem is not None and self.unrun_with(problem, framework)
+        return "compile-only" if level == "run" and is_unrun else level
 
     def why_not(
         self, problem: AttentionProblem, device: DeviceSpec, toolchain: Toolchain | None = None
@@ -148,9 +160,7 @@ class Variant:
     def _lacking_tools(
         self, toolchain: Toolchain, device: DeviceSpec, problem: AttentionProblem
     ) -> list[str]:
-        reasons, wanted_tools = [], self.least
-        if self.least_of is not None:
-            wanted_tools += self.least_of(problem, device)
+        reasons, wanted_tools = [], self.tools_of(problem, device)
         if toolchain.framework == "jax" and device.vendor != "cpu":
             wanted_tools += (("jax", JAX_ON_GPUS),)
         for tool, least in wanted_tools:
@@ -169,7 +179,7 @@ class Variant:
 _KINDS = frozenset({"fp8", "quantized_kv"})
 
 _EVERY_FEATURE = frozenset(FEATURES)
-# By default a Hopper kernel has not run with it on hardware.
+# By default a Hopper kernel has not run with it on hardware, see Variant.unrun.
 _UNRUN = frozenset({"q_offsets"})
 # Why a row's bits do not follow from its own keys and their positions alone.
 _VARIES_BY_SHARES = "programs share the keys of a batch, whose lengths decide where parts end"
@@ -365,15 +375,12 @@ VARIANTS: tuple[Variant, ...] = (
         *("decode", "wide", _OF_HOPPER_DECODE, "hopper_decode", "hopper_decode.wide_forward"),
         max_dim=512,
         gates=(*_CACHE_GATES, gates.above_256, gates.rows_of_swapped_products),
+        unrun=_UNRUN | {"jax"},
         **_STEPS,
     ),
     Variant(
-        "decode",
-        "forward",
-        "portable",
-        _PORTABLE_LEVELS,
-        ("bfloat16", "float16", *FP8),
-        _OF_DECODE,
+        *("decode", "forward", "portable", _PORTABLE_LEVELS),
+        *(("bfloat16", "float16", *FP8), _OF_DECODE),
         kv_dtypes=(*_QUANTIZED, LATENT_ROWS),
         max_dim=MAX_HEAD_DIM,
         dim_multiple=8,
@@ -483,12 +490,7 @@ VARIANTS: tuple[Variant, ...] = (
         varies=_VARIES_BY_TILES,
     ),
     Variant(
-        "portable",
-        "forward",
-        "",
-        _PORTABLE_LEVELS,
-        FLOATS,
-        _EVERY_FEATURE,
+        *("portable", "forward", "", _PORTABLE_LEVELS, FLOATS, _EVERY_FEATURE),
         kv_dtypes=_QUANTIZED,
         max_dim=MAX_HEAD_DIM,
         least=(("triton", (3, 6)),),
@@ -510,9 +512,7 @@ VARIANTS: tuple[Variant, ...] = (
     _hopper_backward("pair", {"key_ranges"}, 192, gates.above_128, gates.values_to_128),
     _hopper_backward("wide", _TAKEN, 256, gates.above_128),
     _hopper_backward(
-        *("halves", {"softcap"}, 512, gates.above_256),
-        framework="torch",
-        unrun=_UNRUN,
+        *("halves", {"softcap"}, 512, gates.above_256), framework="torch", unrun=_UNRUN
     ),
     Variant(
         "portable",
@@ -529,22 +529,14 @@ VARIANTS: tuple[Variant, ...] = (
         program="heedful.launch.bind.portable",
     ),
     Variant(
-        "sdpa",
-        "forward",
-        "",
-        {"cpu": "run"},
-        FLOATS,
+        *("sdpa", "forward", "", {"cpu": "run"}, FLOATS),
         _OF_SDPA | {"gqa", "seqused", "uneven_rows"},
         gates=(gates.sdpa_mask, gates.sdpa_lengths, gates.sdpa_log_sum_exp, gates.out_as_in),
         varies=_VARIES_BY_SIZES,
         **_SDPA,
     ),
     Variant(
-        "sdpa",
-        "backward",
-        "",
-        {"cpu": "run"},
-        FLOATS,
+        *("sdpa", "backward", "", {"cpu": "run"}, FLOATS),
         _OF_SDPA | {"gqa"},
         gates=(gates.sdpa_mask, gates.sdpa_log_sum_exp),
         **_SDPA,
@@ -571,6 +563,12 @@ class KernelRow(NamedTuple):
 
 # Names that chose one kernel before its backend was named.
 ALIASES = {v.alias: (v.backend, v.name) for v in VARIANTS if v.alias}
+
+
+def words_of(unrun: Set[str]) -> list[str]:
+    """Entries of `Variant.unrun`, in words."""
+    words = FEATURES | {"jax": "JAX's calls"}
+    return [words[name] for name in words if name in unrun]
 
 
 def label(backend: str, variant: str) -> str:

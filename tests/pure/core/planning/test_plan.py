@@ -13,7 +13,7 @@ from heedful.core.planning.plan import explain, plan, stored_as
 from heedful.core.planning.splits import choose_splits
 from heedful.core.registry import capability, configs
 from heedful.core.registry.by_hand import forced
-from heedful.core.registry.capability import VARIANTS
+from heedful.core.registry.capability import VARIANTS, Toolchain
 from heedful.core.registry.tiles import HopperBackwardConfig
 from heedful.launch.program.programs import program
 from heedful.launch.spec import Pointer
@@ -37,7 +37,34 @@ def test_what_has_not_run_with_a_feature_says_so_and_keeps_its_level_without():
     assert new.level(h200, replace(plain, key_ranges=1)) == "compile-only"
     assert new.level(h200, plain) == new.level(h200) == "run"
     for row in VARIANTS:
-        assert row.unrun <= row.features, row.label
+        assert row.unrun <= row.features | {"jax"}, row.label
+
+
+def test_a_kernel_that_has_not_run_with_a_feature_leaves_it_to_one_that_has_unless_named():
+    h200, features = by_name("H200"), {"q_offsets": True, "mask": MaskSpec.of(True)}
+    latents = {"head_dim": 576, "head_dim_v": 512, "v_in_k": True, "used_k": True}
+    latent = dense(8, 1, 4096, 16, 1, **latents, **features)
+    chosen = plan(latent, h200)
+    assert (chosen.backend, chosen.variant, chosen.level) == ("decode", "mla", "run")
+    (told,) = [r.reasons for r in chosen.rejected if r.label == "decode/mla_swap_ab"]
+    assert told == ("has not run with a mask diagonal of each sequence: decode/mla has",)
+    assert plan(replace(latent, q_offsets=False), h200).variant == "mla_swap_ab"
+    named = plan(latent, h200, backend=forced("decode/mla_swap_ab"))
+    assert (named.variant, named.level) == ("mla_swap_ab", "compile-only")
+    # No other takes 8-bit queries.
+    fp8 = dense(1, 512, 512, 8, head_dim=128, dtype="float8_e4m3fn", **features)
+    assert (plan(fp8, h200).backend, plan(fp8, h200).level) == ("hopper", "compile-only")
+
+
+def test_a_kernel_that_has_not_run_in_a_framework_leaves_its_calls_to_one_that_has_unless_named():
+    h200, wide = by_name("H200"), dense(8, 1, 4096, 16, 8, head_dim=512, used_k=True)
+    torchs, jaxs = Toolchain(), Toolchain(framework="jax")
+    assert (plan(wide, h200, torchs).variant, plan(wide, h200, torchs).level) == ("wide", "run")
+    chosen = plan(wide, h200, jaxs)
+    assert (chosen.backend, chosen.variant, chosen.level) == ("portable", "", "run")
+    assert "decode/wide forward: has not run with JAX's calls: portable has" in explain(chosen)
+    named = plan(wide, h200, jaxs, backend=forced("decode/wide"))
+    assert (named.variant, named.level) == ("wide", "compile-only")
 
 
 def test_a_plan_shows_the_level_of_its_kernel():

@@ -82,6 +82,16 @@ def test_a_pack_that_is_too_old_for_a_kernel_leaves_it_to_the_installed_triton()
     assert needs_pack(chosen, "forward") and not needs_pack(chosen, "backward")
 
 
+@pytest.mark.parametrize("installed", [(3, 7), (3, 9)])
+def test_a_pack_that_is_too_old_for_a_problem_leaves_it_to_the_installed_triton(installed):
+    """A tree mask beside a bias: other problems of that kernel take the pack."""
+    tools = Toolchain(installed, packs=frozenset({("portable", (3, 6))}))
+    both, device = dense(1, 4, 64, 8, tree_mask=True, bias=True), by_name("MI355X")
+    assert not needs_pack(plan(both, device, tools, "portable"), "forward")
+    for other, where in ((replace(both, bias=False), device), (both, by_name("H200"))):
+        assert needs_pack(plan(other, where, tools, "portable"), "forward")
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_one_direction_can_be_planned_without_packs(direction):
     """The other one keeps its kernels, its tiles and its Triton."""
