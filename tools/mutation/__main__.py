@@ -105,22 +105,28 @@ class Hubs:
 
 
 class Proof:
-    """Whether tests that failed with a mutant pass without it, found once of each."""
+    """Whether tests that failed with a mutant pass without it, found once of each. Where one runs
+    out of time by itself, it stands on what another test of its file made: none of the file is
+    run then."""
 
     def __init__(self):
         self._passes: dict[tuple[str, str], bool] = {}
+        self._slow: set[tuple[str, str]] = set()
 
     def is_broken(self, test: Traced) -> bool:
-        return not self._passes.get((test.mode, test.id), True)
+        is_slow = (test.mode, test.file) in self._slow
+        return is_slow or not self._passes.get((test.mode, test.id), True)
 
     def passes(self, worker: "Worker", test: Traced) -> bool:
         """Runs it in the worker's tree, which has no mutant now."""
         name = test.mode, test.id
         if name not in self._passes:
-            answer = worker.run(test.mode, [test])
-            self._passes[name] = answer["code"] == 0
-            if answer["code"]:
-                print(f"fails by itself: {test.id} ({test.mode})", flush=True)
+            code = worker.run(test.mode, [test])["code"]
+            self._passes[name] = code == 0
+            if code is None or code < 0:
+                self._slow.add((test.mode, test.file))
+            if code:
+                print(f"fails by itself ({code}): {test.id} ({test.mode})", flush=True)
         return self._passes[name]
 
 
