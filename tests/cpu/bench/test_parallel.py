@@ -323,3 +323,46 @@ def test_a_decode_of_one_rank_has_times_of_both(monkeypatch, tmp_path):
         assert parallel.decode_row(2, 24, torch.device("cpu")).endswith(" wrong")
     finally:
         dist.destroy_process_group()
+
+
+def test_memory_of_a_call_is_its_peak_beside_what_was_there_and_what_ranks_share(monkeypatch):
+    events, held = [], {"now": 5 * 2**20, "peak": 99 * 2**20}
+
+    def call():
+        events.append("call")
+        held["peak"] += 3 * 2**20
+
+    def reset():
+        events.append("reset")
+        held["peak"] = held["now"]
+
+    for name, function in {
+        "synchronize": lambda: events.append("wait"),
+        "reset_peak_memory_stats": reset,
+        "memory_allocated": lambda: held["now"],
+        "max_memory_allocated": lambda: held["peak"],
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    assert parallel.more_memory(call, SimpleNamespace(peers=None)) == 3
+    assert parallel.more_memory(call, object()) == 3
+    assert parallel.more_memory(call, SimpleNamespace(peers=SimpleNamespace(size=2**21))) == 5
+    assert events == ["wait", "reset", "call", "wait"] * 3
+
+
+def test_a_time_is_the_median_of_the_slowest_rank_after_a_first_call(one, monkeypatch):
+    tensor, calls, taken = (
+        torch.tensor,
+        [],
+        [9.0, 1.0, 5.0, 2.0, 3.0, 4.0, 8.0, 7.0, 6.0, 10.0, 11.0],
+    )
+    given = iter(taken)
+
+    def timed(call, together):
+        assert together and calls == ["first"]
+        return next(given)
+
+    monkeypatch.setattr(torch, "tensor", lambda value, device: tensor(value))
+    monkeypatch.setattr(parallel, "_timed", timed)
+    assert parallel._median(lambda: calls.append("first")) == 6
+    assert one.reduced == [parallel.dist.ReduceOp.MAX]
+    assert next(given, None) is None

@@ -174,3 +174,28 @@ def test_variants_are_asked_for_by_their_names_by_aliases_or_all_of_a_backend(mo
         assert [str(name) for name in run.asked_of(words, names)] == own
     with pytest.raises(ValueError, match="must be among decode/mla_swap_ab, decode/mla, "):
         run.asked_of("decode/narrow", names)
+
+
+def test_a_gpu_is_timed_on_training_prefill_and_decoding():
+    cases = run.bench_cases(torch.device("cuda"))
+    told = [
+        (case.group, case.direction, p.batch, p.seqlen_q, p.seqlen_k, p.heads_q, p.heads_k)
+        + (p.head_dim, p.mask.right == 0, p.needs_grad)
+        for case in cases
+        for p in [case.problem]
+    ]
+    forward = ("forward", "forward")
+    assert told == [
+        (*forward, *shape, causal, False)
+        for shape in (
+            (4, 4096, 4096, 16, 16, 128),
+            (4, 4096, 4096, 32, 32, 64),
+            (4, 8192, 8192, 64, 8, 128),
+        )
+        for causal in (False, True)
+    ] + [
+        ("backward", "backward", 4, 4096, 4096, 16, 16, 128, True, True),
+        ("decode", "forward", 8, 1, 8192, 32, 8, 128, False, False),
+    ]
+    (one,) = run.bench_cases(torch.device("cpu"))
+    assert (one.group, one.problem.dtype, one.problem.seqlen_k) == ("cpu", "float32", 512)

@@ -1,6 +1,7 @@
 """JAX's calls at the bounds of their arguments: what is just within is computed, what is outside is
 refused by name, before anything is traced with it."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from jax import numpy as jnp  # noqa: E402
 
 import heedful.jax as typed  # noqa: E402
 from heedful.jax.traced import registration  # noqa: E402
+from heedful.jax.traced.sharding import is_spread  # noqa: E402
 
 # What is passed here is more than the signatures say.
 hj: Any = typed
@@ -311,3 +313,45 @@ def test_other_sizes_that_are_symbols_are_refused_by_name():
     cache = jax.ShapeDtypeStruct((length, 9, 4, 8), jnp.float32)
     with pytest.raises(ValueError, match="^q must have sizes that are known .*, got \\(length"):
         jax.export.export(jax.jit(lambda q: hj.flash_attn_with_kvcache(q, q, q)))(cache)
+
+
+def test_an_operand_of_another_batch_than_a_symbol_is_refused_by_name():
+    """One of 1 is repeated, but for keys and values."""
+    (batch,) = jax.export.symbolic_shape("batch")
+    q, other, one = (jax.ShapeDtypeStruct((b, 9, 4, 8), jnp.float32) for b in (batch, 3, 1))
+    for k, size in ((other, 3), (one, 1)):
+        with pytest.raises(ValueError, match=f"^k must have q's batch batch, got {size}"):
+            jax.export.export(jax.jit(lambda q, k: hj.flash_attn_func(q, k, q)))(q, k)
+    slopes = jax.ShapeDtypeStruct((3, 4), jnp.float32)
+    with pytest.raises(ValueError, match="^alibi_slopes must have q's batch batch, got 3"):
+        jax.export.export(jax.jit(lambda q, s: hj.flash_attn_func(q, q, q, alibi_slopes=s)))(
+            q, slopes
+        )
+
+
+@pytest.mark.parametrize("way", ["int8", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize("group, has_shift", [(None, False), (4, True)])
+def test_packed_values_are_read_as_torch_reads_them(way, group, has_shift):
+    torch = pytest.importorskip("torch")
+    import heedful
+
+    drawn = np.random.default_rng(0).standard_normal((3, 5, 8)).astype(np.float32)
+    more = () if group is None else (group, has_shift)
+    wanted = heedful.quantize_kv(torch.from_numpy(drawn), way, *more)
+    got = hj.quantize_kv(jnp.asarray(drawn), way, *more)
+    for dtype in ("float32", "bfloat16"):
+        want = heedful.dequantize_kv(*wanted, dtype=getattr(torch, dtype))
+        values = hj.dequantize_kv(*got, dtype=dtype)
+        assert values.dtype == dtype and values.shape == drawn.shape
+        np.testing.assert_array_equal(np.float32(values), want.float().numpy())
+
+
+def test_a_program_is_for_several_devices_where_not_all_its_axes_are_manual():
+    def context(**axes):
+        return SimpleNamespace(module_context=SimpleNamespace(axis_context=SimpleNamespace(**axes)))
+
+    mesh = SimpleNamespace(axis_names=("a", "b"))
+    assert is_spread(context(mesh=mesh, manual_axes=frozenset("a")))
+    assert not is_spread(context(mesh=mesh, manual_axes=frozenset("ab"), num_devices=4))
+    assert is_spread(context(num_devices=2)) and not is_spread(context(num_devices=1))
+    assert not is_spread(context())

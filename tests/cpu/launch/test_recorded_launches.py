@@ -9,6 +9,13 @@ pytest.importorskip("triton")
 import torch
 
 import heedful
+from heedful.core.base.arrays import ArraySpec
+from heedful.core.base.device import by_name
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import plan
+from heedful.launch.bind import decode, hopper_decode
+from heedful.launch.program import buffers as canonical
+from heedful.launch.spec import Scalar
 from support import launches
 from support.runs import standin
 
@@ -88,3 +95,20 @@ def test_packed_steps_over_pages_are_one_launch_with_every_operand_in_its_place(
         assert places[name].strides.items() >= {"b": 0, "h": head, "m": row}.items()
     numbers = {"seqlen_q": 6, "seqlen_k": 48, "batch": 3, "heads_q": 4, "heads_k": 2}
     assert {name: launches.number(launch, name) for name in numbers} == numbers
+
+
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("device, backend", [("H200", "hopper_decode"), ("MI300X", "decode")])
+def test_a_decode_is_told_how_many_rows_it_appends_to_each_sequence(device, backend, new):
+    """Also where that is not how many sequences there are."""
+    problem = AttentionProblem.dense(2, new, 512, 8, 2, 128, used_k=True)
+    rows = ArraySpec.contiguous((2, new, 2, 128), "bfloat16")
+    arrays = canonical.forward(problem)
+    arrays |= {"k_new": rows, "v_new": rows, "cache_seqlens": arrays["seqused_k"]}
+    binds = {"hopper_decode": hopper_decode, "decode": decode}
+    (call,) = (
+        binds[backend].step(plan(problem, by_name(device), backend=backend), arrays, False, 0).calls
+    )
+    assert call.arguments["params.seqs.new_k"] == Scalar(new)
+    tile = call.constants.get("append.tile.BLOCK_N")
+    assert tile is None or (tile == 1) == (new == 1)

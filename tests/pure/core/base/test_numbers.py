@@ -143,6 +143,14 @@ def test_no_length_is_longer_than_positions_and_windows_reach_in_int32():
     assert numbers.FAR + 2 * (2**29 - 1) + 1 < 2**31 <= 4 * numbers.FAR
 
 
+def test_there_are_no_more_parts_than_keys():
+    most = numbers.LONGEST
+    assert [numbers.parts(n) for n in (0, most - 1, most, most + 1, 2**40)] == [
+        *(0, most - 1, most, most, most)
+    ]
+    assert numbers.parts(None) is None
+
+
 @pytest.mark.parametrize("size, least", [(1, 1024.0), (2, 1024.0), (4, 64.0), (8, 64.0)])
 def test_a_row_is_far_from_where_its_lse_rounds_as_its_dtype_does(size, least):
     assert far_lse(size) == least
