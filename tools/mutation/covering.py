@@ -31,6 +31,9 @@ FOLDERS = ("tests/pure", "tests/cpu", "tests/compile", "tests/emulated")
 SLOWEST_S = 30.0
 # What any test costs beside its own time.
 START_S = 0.1
+# In the text of files that start processes, whose time is not that of a test, and what they take.
+_STARTS = re.compile(r"\bsubprocess\b|support\.runs\.ranks")
+PROCESS_S = 3.0
 # Other than that of an entry, where its lines were found in another way.
 WAY = "4"
 
@@ -304,6 +307,7 @@ class Choice:
             for module in test.lines:
                 self._by_module.setdefault(module, []).append(test)
         self._all, self._texts = tests, texts or {}
+        self._starts = {file for file, text in self._texts.items() if _STARTS.search(text)}
 
     def tests(
         self, module: str, lines: set[int], seconds: float, wide=False
@@ -322,9 +326,10 @@ class Choice:
             found = (tests for m, tests in self._by_module.items() if m.startswith(f"{folder}/"))
             near = list({(t.mode, t.id): t for tests in found for t in tests}.values())
         exact = [t for t in near if not t.lines.get(module, frozenset()).isdisjoint(lines)]
-        first = _in_turn(exact, module)
+        first = _in_turn(exact, module, self._starts)
         names = {(t.mode, t.id) for t in exact}
-        rest = _in_turn([t for t in near if (t.mode, t.id) not in names], module)
+        rest = [t for t in near if (t.mode, t.id) not in names]
+        rest = _in_turn(rest, module, self._starts)
         names |= {(t.mode, t.id) for t in rest}
         others = [t for t in self._all if (t.mode, t.id) not in names]
         imports = _imports(module)
@@ -374,10 +379,13 @@ def _focus(test: Traced, module: str) -> float:
     return len(test.lines.get(module, ())) / ran if ran else 0.0
 
 
-def _in_turn(tests: list[Traced], module: str = "") -> list[Traced]:
+def _in_turn(tests: list[Traced], module: str = "", starts: Iterable[str] = ()) -> list[Traced]:
     """The first of each file, then the second of each, and so on: unlike tests come early. First is
     what is fastest and runs little but the module."""
-    price = {(t.mode, t.id): (t.seconds + START_S) / max(0.01, _focus(t, module)) for t in tests}
+    price = {}
+    for t in tests:
+        seconds = t.seconds + (PROCESS_S if t.file in starts else START_S)
+        price[t.mode, t.id] = seconds / max(0.01, _focus(t, module))
     by_file: dict[tuple[str, str], list[Traced]] = {}
     for test in tests:
         by_file.setdefault((test.mode, test.file), []).append(test)

@@ -15,6 +15,7 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.launch.bind import decode, hopper_decode
 from heedful.launch.program import buffers as canonical
+from heedful.launch.program.programs import program
 from heedful.launch.spec import Scalar
 from support import launches
 from support.runs import standin
@@ -112,3 +113,25 @@ def test_a_decode_is_told_how_many_rows_it_appends_to_each_sequence(device, back
     assert call.arguments["params.seqs.new_k"] == Scalar(new)
     tile = call.constants.get("append.tile.BLOCK_N")
     assert tile is None or (tile == 1) == (new == 1)
+
+
+@pytest.mark.parametrize(
+    "facts, warps",
+    [
+        ({}, 4),
+        ({"softcap": 3.0}, 8),
+        ({"dropout_p": 0.1}, 8),
+        ({"softcap": 3.0, "head_dim": 64}, 8),
+        ({"softcap": 3.0, "head_dim": 96}, 4),
+        ({"softcap": 3.0, "key_ranges": 1}, 4),
+        ({"softcap": 3.0, "block_mask": 128}, 4),
+    ],
+    ids=str,
+)
+def test_consumers_of_the_hopper_backward_are_one_role_where_loops_are_long(facts, warps):
+    sizes = {"batch": 2, "seqlen_q": 512, "seqlen_k": 512, "heads_q": 4, "heads_k": 4}
+    problem = AttentionProblem.dense(**{**sizes, "head_dim": 128, "needs_grad": True, **facts})
+    chosen = plan(problem, by_name("H200"), backend="hopper")
+    calls = program(chosen, "backward", canonical.backward(chosen.problem)).calls
+    (call,) = (c for c in calls if c.kernel.function in ("backward", "backward_wide"))
+    assert call.options["num_warps"] == warps
