@@ -395,3 +395,20 @@ def test_each_part_of_a_keys_gradient_is_summed_once_by_the_rank_that_has_it(see
             for run in rows.received:
                 found[rows.rows] += parts[run]
         np.testing.assert_allclose(found, want[rows_of(layout, rank)])
+
+
+def refusals(rank: int, count: int) -> list[str]:
+    made = plan(lengths=[300, 5], heads_q=2, heads_k=2, head_dim=16)
+    said = []
+    for call in (made.shard, made.unshard, made.shift_labels):
+        with pytest.raises(ValueError) as caught:
+            call(torch.zeros(304))
+        said.append(str(caught.value))
+    return said
+
+
+def test_tensors_of_other_rows_are_refused_by_name(ranks):
+    for shard, unshard, labels in ranks.run(refusals):
+        assert shard.startswith("whole must have 305 rows along dim 0") and "got 304" in shard
+        assert unshard.startswith("shard must have this rank's ") and "got 304" in unshard
+        assert labels == "tokens must have shape (305,), got (304,)"
