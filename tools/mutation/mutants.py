@@ -48,6 +48,7 @@ _HINTS += ("multiple_of", "max_contiguous", "gdc_wait", "gdc_launch_dependents")
 _ASSEMBLY = ("inline_asm_elementwise", "assembly")
 _HINT_ARGUMENTS = ("eviction_policy", "cache_modifier", "num_stages", "input_precision", "volatile")
 _HINT_ARGUMENTS += ("sem", "scope", "loop_unroll_factor", "warp_specialize", "num_warps")
+_HINT_ARGUMENTS += ("disable_licm", "disallow_acc_multi_buffer", "flatten")
 
 
 @dataclass(frozen=True)

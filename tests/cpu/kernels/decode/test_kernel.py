@@ -39,6 +39,7 @@ from support.runs.interpreter import run_call
 
 # Of 8 rows, keys are the rows of products.
 FEW = replace(TILES, block_m=8)
+WIDE = replace(TILES, block_m=64)
 PLAIN = Case(dtype="float16", backward=False, seqlen_q=3, seqlen_k=203, heads_q=6)
 MLA = replace(
     PLAIN,
@@ -127,6 +128,20 @@ def test_decode_is_within_the_budget(case, num_splits):
 @pytest.mark.parametrize("case, num_splits", in_turns(CASES, (1, 3, 0)), ids=str)
 def test_tiles_of_8_rows_are_within_the_budget(case, num_splits):
     budget.run(Interpreted(num_splits, FEW), case)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(PLAIN, seqlen_q=25, causal=True, used="k"),
+        replace(PLAIN, seqlen_q=33, window=(60, 0), sink=True, heads_q=2, kv_dtype="int8"),
+    ],
+    ids=str,
+)
+def test_tiles_of_64_rows_are_within_the_budget(case):
+    """Of so many, sums are taken tile by tile."""
+    budget.run(Interpreted(1, WIDE), case)
 
 
 class Padded(Interpreted):

@@ -9,10 +9,12 @@ import pytest
 
 pytest.importorskip("triton")
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from heedful.kernels.common import constants
 from heedful.kernels.common.log_sum import log_sum_exp
 from heedful.kernels.common.statistics import any_far, is_far, with_statistics
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
@@ -20,6 +22,15 @@ from support.runs.interpreted import interpreted, pass_in_the_interpreter, start
 SUMS = torch.tensor([1.0, 3.0, 300.0, 1.7e5])
 MAXIMA = (0.0, 0.01, 3.0, -700.0, 1e4, 1.7e7, -1e9, -1e30, torch.finfo(torch.float32).min)
 LOG2E = float(torch.tensor(math.log2(math.e)))
+
+
+@interpreted
+def test_the_constants_of_logarithms_are_rounded_to_float32_and_what_that_leaves():
+    names = "LOG2E", "LOG2E_REST", "LN2"
+    found = [getattr(c, "value", c) for c in (getattr(constants, name) for name in names)]
+    assert found[0] == pytest.approx(math.log2(math.e), rel=1e-15)
+    assert found[1] == pytest.approx(math.log2(math.e) - float(np.float32(found[0])), rel=1e-6)
+    assert found[2] == pytest.approx(math.log(2), rel=1e-15)
 
 
 @starts_interpreter
