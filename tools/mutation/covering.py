@@ -337,7 +337,9 @@ class Choice:
         named = _in_turn([t for t in others if t.file in importing])
         if wide:
             about = sorted(rest, key=lambda t: (-_focus(t, module), t.seconds))
-            about = _within(about, seconds / 2) + _within(named, seconds)
+            about = _within(named, seconds / 4) + _within(about, seconds / 2)
+            about += _within(named, seconds)
+            about = list({(t.mode, t.id): t for t in about}.values())
             mine = {(t.mode, t.id) for t in about}
             rest = about + [t for t in (*rest, *named) if (t.mode, t.id) not in mine]
         else:

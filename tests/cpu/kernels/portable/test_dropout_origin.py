@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.args.shared import Dropout
+from heedful.kernels.common.philox import kept_quads
 from heedful.kernels.portable.shared.dropout import dropout_words, keep_tile
 from heedful.launch.spec import KernelCall, KernelRef, Pointer, Scalar
-from heedful.reference.philox import keep_mask
+from heedful.reference.philox import keep_mask, key_words, philox4x32
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 from support.runs.interpreter import run_call
 
@@ -27,6 +28,44 @@ def draw(out, b, h, dropout: Dropout, M: tl.constexpr, N: tl.constexpr):
     kept_MN = keep_tile(dropout_words(dropout), b, h, 0, 0, dropout, M, N)
     at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
     tl.store(out + at, kept_MN.to(tl.int8))
+
+
+@triton.jit
+def draw_quads(out, b, h, row0, col0, dropout: Dropout, M: tl.constexpr, N: tl.constexpr):
+    rows = row0 + tl.arange(0, M)[:, None]
+    quads = col0 + 4 * tl.arange(0, N // 4)[None, :]
+    zeros = tl.zeros([M, N // 4], tl.uint32)
+    at = tl.arange(0, M)[:, None] * N + 4 * tl.arange(0, N // 4)[None, :]
+    k0, k1, k2, k3 = kept_quads(dropout, quads, rows, h, b, zeros)
+    tl.store(out + at, k0)
+    tl.store(out + at + 1, k1)
+    tl.store(out + at + 2, k2)
+    tl.store(out + at + 3, k3)
+
+
+@interpreted
+def test_fours_of_neighbours_are_those_of_the_reference_and_a_word_at_the_threshold_is_dropped():
+    b, h, row0, col0 = 1, 2, 5, 24
+    counter = (np.arange(col0, col0 + N, 4)[None] >> 2, row0 + np.arange(M)[:, None], h, b)
+    words = philox4x32(key_words(SEED), counter).reshape(M, N)
+    # Of each of the four columns a word that is the threshold itself.
+    for column in range(4):
+        threshold = words[3, 4 + column]
+        dropout = Dropout(
+            Pointer("seed", "int64"),
+            Scalar(int(threshold.astype(np.int32))),
+            None,
+            *[Scalar(0)] * 4,
+            IS_ON=True,
+            IS_QUAD=True,
+        )
+        out = torch.full((M, N), -1, dtype=torch.int8)
+        numbers = {"b": b, "h": h, "row0": row0, "col0": col0}
+        parameters = {"out": Pointer("out", "int8"), "dropout": dropout, "M": M, "N": N}
+        parameters |= {name: Scalar(number) for name, number in numbers.items()}
+        call = KernelCall(KernelRef(__name__, "draw_quads"), (1, 1, 1), parameters)
+        run_call(call, {"out": out, "seed": torch.tensor([SEED], dtype=torch.int64)})
+        assert np.array_equal(out.numpy(), words < threshold)
 
 
 @interpreted

@@ -66,6 +66,8 @@ BOTH_WAYS = (
     small(batch=2, heads_k=1, heads_q=1, bias="bhqk"),
     small(bias="k", heads_k=1),
     small(bias="q", causal=True),
+    # Heads share a bias but not keys, and sequences begin elsewhere in keys than in queries.
+    small(batch=2, seqlen_q=20, seqlen_k=37, heads_q=4, heads_k=2, head_dim=8, bias="qk"),
     small(rel_bias=9, heads_k=1),
     small(rel_bias=200, causal=True, varlen="qk", used="qk", batch=6, seqlen_q=20, seqlen_k=24),
     small(rel_bias=2, window=(20, 3), alibi="h", bias="k", heads_k=1, softcap=3.0),
