@@ -21,7 +21,7 @@ from heedful.launch.bind import decode
 from heedful.launch.compiler import compile_now
 from heedful.launch.prebuild import compiling
 from heedful.launch.program import programs
-from support.problems.grids import in_turns
+from support.problems.grids import in_turns, slow_but
 from support.sass import spills_over_keys
 
 TARGETS = ("sm_80", "sm_90", "gfx942", "gfx950")
@@ -170,13 +170,15 @@ def count(text: str, word: str) -> int:
     return int(found[1])
 
 
-# sm_90 has tiles of its own. Of the others each second problem is slow.
+# sm_90 has tiles of its own. Of the others each fourth problem runs by default.
 OTHERS = [arch for arch in TARGETS if arch != "sm_90"]
 NAMES = list(PROBLEMS)
 # Slow, since another problem has what they have, and more.
-HAD = {"plain": "lengths", "pages": "odd pages", "narrow": "wide", "four": "sixteen"}
-HAD |= {"int8": "int8 shifted", "int4": "int4 groups"}
+HAD = {"plain": "parts", "pages": "odd pages", "narrow": "wide", "four": "sixteen"}
+HAD |= {"int8": "int8 shifted", "int4": "int4 groups", "MLA over fp8": "MLA over fp8 rows"}
+HAD |= {"MLA over fp8, 128 heads": "MLA over fp8 rows, 128 heads", "lengths": "parts"}
 STEPS_HAD = {"plain": "pages, rotated", "plain, rotated": "pages, rotated", "int4": "int4 groups"}
+STEPS_HAD |= {"pages, rotated": "four, rotated", "int8": "int4 groups"}
 
 
 def grid(names: Iterable[str], archs: Iterable[str], had: Container[str]) -> list:
@@ -193,8 +195,8 @@ def grid(names: Iterable[str], archs: Iterable[str], had: Container[str]) -> lis
     "name, arch",
     [
         *grid(NAMES, ["sm_90"], HAD),
-        *in_turns(NAMES[::2], OTHERS),
-        *grid(NAMES[1::2], OTHERS, NAMES),
+        *in_turns(NAMES[::4], OTHERS),
+        *grid([n for n in NAMES if n not in NAMES[::4]], OTHERS, NAMES),
     ],
     ids=str,
 )
@@ -278,8 +280,7 @@ def test_stored_integers_leave_room_for_three_programs_of_an_sm(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["fp8 rows", "int4 pages", "plain"]
-    + [pytest.param(name, marks=pytest.mark.slow) for name in ("int4", "int8")],
+    slow_but({"plain"}, ("plain", "fp8 rows", "int4 pages", "int4", "int8")),
 )
 def test_keys_as_rows_of_products_halve_the_products_and_spill_nothing(name):
     facts = {
@@ -310,14 +311,19 @@ def test_a_tile_of_keys_and_of_values_is_fetched_ahead(tiles, fetches):
     assert spills_over_keys(cubin) == 0
 
 
+MIXED = [
+    {"page_size": 16},
+    {"num_splits": 1},
+    {"heads_q": 64, "page_size": 64, "sink": True, "softcap": 20.0},
+    {"heads_q": 256, "mask": MaskSpec(1000, 0), "page_size": 16},
+]
+
+
 @pytest.mark.parametrize(
     "facts",
     [
-        pytest.param({"page_size": 16}, marks=pytest.mark.slow),
-        {"num_splits": 1},
-        {"heads_q": 64, "page_size": 64, "sink": True, "softcap": 20.0},
-        {"heads_q": 256, "mask": MaskSpec(1000, 0), "page_size": 16},
         {"head_dim": 256, "page_size": 16},
+        *slow_but((), MIXED),
     ],
     ids=str,
 )

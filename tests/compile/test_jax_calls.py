@@ -27,6 +27,7 @@ from heedful.launch.foreign import ForeignLaunch, TensorMapParameter  # noqa: E4
 from heedful.launch.program.programs import program  # noqa: E402
 from heedful.launch.spec import Scalar  # noqa: E402
 from support import wire  # noqa: E402
+from support.problems.grids import slow_but  # noqa: E402
 
 BF16 = jnp.bfloat16
 ROWS = {"q": (2, 96, 4, 64), "k": (2, 160, 2, 64), "v": (2, 160, 2, 64)}
@@ -212,10 +213,8 @@ APPENDED = {
     "of groups, with shifts": ("uint8", (7, 16, 2, 4), SHIFTED),
 }
 
-# Groups with shifts have what groups have.
-NAMES = [
-    pytest.param(name, marks=pytest.mark.slow if name == "of groups" else ()) for name in APPENDED
-]
+# Groups with shifts have what the others have.
+NAMES = slow_but({"no scale", "of groups, with shifts"}, APPENDED)
 
 
 def appending(storage: str, shape: tuple[int, ...], scales: tuple[str, ...], q_len: int = 1):

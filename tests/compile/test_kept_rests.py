@@ -44,10 +44,10 @@ SIDES = [
     side("hopper", dense(3000, 256), marks=slow),
     side("hopper", dense(64, 128, num_splits=4), marks=slow),
     side("hopper_decode", decoded(1), marks=slow),
-    side("decode/portable", decoded(1)),
+    side("decode/portable", decoded(1), marks=slow),
     side("mla", decoded(8, **LATENT), marks=slow),
     side("mla_swap_ab", decoded(1, **LATENT), marks=slow),
-    side("portable", dense(100, 128)),
+    side("portable", dense(100, 128), marks=slow),
     side("portable", dense(100, 128, num_splits=4)),
 ]
 

@@ -13,6 +13,7 @@ from heedful.launch import compiler
 from heedful.launch.prebuild import compiling
 from heedful.launch.program.programs import program
 from heedful.launch.spec import TensorMap
+from support.problems.grids import slow_but
 
 DEVICE = by_name("H200")
 MAIN = ("backward", "backward_wide", "backward_pair")
@@ -73,7 +74,6 @@ VARIANTS = [
 # Each mask and way of dealing tiles, which take seven seconds to compile. 64 columns have their
 # test below, of a step that needs more registers.
 DEFAULT = {
-    (128, "drawn", False),
     (128, "split in turns", True),
     (256, "own", False),
 }
@@ -81,7 +81,7 @@ DEFAULT = {
 
 @pytest.mark.parametrize(
     "head_dim, tiles, causal",
-    [pytest.param(*v, marks=[] if v in DEFAULT else [pytest.mark.slow]) for v in VARIANTS],
+    slow_but(DEFAULT, VARIANTS),
 )
 def test_products_are_under_way_together_and_tensors_are_not_spilled(head_dim, tiles, causal):
     """An assembler that runs out of registers waits for every product by itself. tiles: they have
@@ -141,7 +141,7 @@ RANGED = [(128, 1, False), (64, 1, False), (128, 2, True), (96, 2, False), (256,
 
 @pytest.mark.parametrize(
     "head_dim, ranges, in_turns",
-    [pytest.param(*v, marks=[] if v == RANGED[0] else [pytest.mark.slow]) for v in RANGED],
+    slow_but(RANGED[:1], RANGED),
 )
 def test_words_of_rows_with_key_ranges_take_no_registers_in_the_loop(head_dim, ranges, in_turns):
     """A thread reloads a few numbers more, no tensor. Bounds of each query in the consumers took 52
@@ -163,7 +163,7 @@ LISTED = [
 
 @pytest.mark.parametrize(
     "head_dim, side, causal",
-    [pytest.param(*v, marks=[] if v == LISTED[0] else [pytest.mark.slow]) for v in LISTED],
+    slow_but(LISTED[:1], LISTED),
 )
 def test_words_of_rows_with_a_block_mask_take_no_registers_in_the_loop(head_dim, side, causal):
     call = main_call(head_dim=head_dim, block_mask=side, causal=causal)

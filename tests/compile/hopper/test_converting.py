@@ -12,6 +12,7 @@ from heedful.inspector.nvidia import inspect_cubin
 from heedful.launch import compiler
 from heedful.launch.prebuild import compiling
 from heedful.launch.program import programs
+from support.problems.grids import slow_but
 
 DEVICE = by_name("H200")
 PAGES = {"total_q": 4 * 2048, "page_size": 16}
@@ -47,9 +48,7 @@ def test_every_row_of_the_config_table_that_converts_is_met():
     assert rows and {id(row) for row in rows} == met
 
 
-@pytest.mark.parametrize(
-    "facts", [*DEFAULT, *(pytest.param(f, marks=pytest.mark.slow) for f in MORE)], ids=str
-)
+@pytest.mark.parametrize("facts", slow_but(DEFAULT[1:], [*DEFAULT, *MORE]), ids=str)
 def test_tiles_that_are_converted_fit_and_no_loop_of_a_consumer_spills(facts):
     kernel, found = compiled(facts)
     assert found.shared_bytes <= DEVICE.shared_bytes

@@ -17,6 +17,7 @@ from heedful.launch.bind import hopper_decode
 from heedful.launch.compiler import compile_now
 from heedful.launch.prebuild import compiling
 from heedful.launch.program import programs
+from support.problems.grids import slow_but
 
 pytestmark = pytest.mark.skipif(
     (compiling().triton or ()) < (3, 9), reason="gl.inline_asm came with Triton 3.9"
@@ -43,10 +44,7 @@ PROBLEMS = {
     "four new, rotated": {"used_k": True, "page_size": 16, "new": 4, "is_rotated": True},
     "wide new": {"used_k": True, "head_dim": 256, "new": 4, "is_rotated": True},
 }
-SLOW = ("lengths", "whole", "packed, wide", "new", "wide new")
-BY_DEFAULT = [
-    pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in PROBLEMS
-]
+DEFAULT = ("pages", "mixed", "four new, rotated", "wide", "window", "sixteen tokens")
 
 
 def compiled(name: str):
@@ -68,7 +66,7 @@ def compiled(name: str):
     return config, compile_now(call, "sm_90")
 
 
-@pytest.mark.parametrize("name", BY_DEFAULT)
+@pytest.mark.parametrize("name", slow_but(DEFAULT, PROBLEMS))
 def test_nothing_is_spilled_and_programs_fit(name):
     config, found = compiled(name)
     code, _, _ = parse_sass(disassemble(found.code).text)

@@ -15,6 +15,7 @@ from heedful.inspector.nvidia import disassemble, parse_sass
 from heedful.launch import compiler
 from heedful.launch.prebuild import compiling
 from heedful.launch.program import programs
+from support.problems.grids import slow_but
 
 pytestmark = pytest.mark.skipif(
     (compiling().triton or ()) < (3, 9), reason="gl.inline_asm came with Triton 3.9"
@@ -60,7 +61,7 @@ def products(call) -> list[str]:
     return [one.text for one in code if wanted.match(one.text)]
 
 
-@pytest.mark.parametrize("name", ("plain", "causal"))
+@pytest.mark.parametrize("name", slow_but({"causal"}, ("plain", "causal")))
 def test_products_run_beside_each_other_and_nothing_spills_among_them(name):
     """Where registers do not fit, the assembler waits for each product by itself."""
     found = products(attention(**FACTS[name]))

@@ -18,6 +18,7 @@ from heedful.launch import compiler
 from heedful.launch.prebuild import compiling
 from heedful.launch.program import programs
 from support.hopper.loops import bare_loop
+from support.problems.grids import slow_but
 
 DEVICE = by_name("H200")
 
@@ -77,7 +78,7 @@ KINDS = [(128, 128, False), (128, 128, True), (128, 64, False), (64, 128, True),
 
 @pytest.mark.parametrize(
     "head_dim, side, causal",
-    [pytest.param(*v, marks=[] if v == (128, 128, True) else [pytest.mark.slow]) for v in KINDS],
+    slow_but({(128, 128, True)}, KINDS),
 )
 def test_whole_tiles_of_a_list_run_the_loop_of_calls_without_a_mask(head_dim, side, causal):
     """In which consumers know no positions: an FFMA, an exponential and an addition for each of a

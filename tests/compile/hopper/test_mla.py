@@ -14,6 +14,7 @@ from heedful.inspector.nvidia import disassemble, measure, parse_sass
 from heedful.launch.bind import mla
 from heedful.launch.compiler import compile_now
 from heedful.launch.prebuild import compiling
+from support.problems.grids import slow_but
 
 pytestmark = pytest.mark.skipif(
     (compiling().triton or ()) < (3, 9), reason="gl.inline_asm came with Triton 3.9"
@@ -56,7 +57,7 @@ PROBLEMS = {
 }
 # It takes ten seconds to compile one. By default: each mask and order of products; small pages.
 # float16 and one length are those of few rows below.
-DEFAULT = ("four tokens", "in order, pages of 16")
+DEFAULT = ("four tokens",)
 # Registers that a step spills, where two boxes of queries leave few for addresses, or the producer
 # has some of the consumers' for numbers of small pages. Elsewhere none.
 SPILLS = {
@@ -68,18 +69,12 @@ SPILLS = {
 }
 SWAPPED = [name for name in PROBLEMS if name.startswith("swapped")]
 # By default those that merge otherwise, or have another dtype.
-FEW_BY_DEFAULT = ("swapped, merged by all", "swapped, one length")
-FEW_ROWS = [
-    pytest.param(name, marks=[] if name in FEW_BY_DEFAULT else [pytest.mark.slow])
-    for name in SWAPPED
-]
+FEW_ROWS = slow_but({"swapped, merged by all"}, SWAPPED)
 CONVERTING = [name for name in PROBLEMS if name.startswith("converting")]
 PAIRS = [name for name in PROBLEMS if name.startswith("pair")]
-BY_DEFAULT = [
-    pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow])
-    for name in PROBLEMS
-    if name not in (*SWAPPED, *CONVERTING, *PAIRS)
-]
+BY_DEFAULT = slow_but(
+    DEFAULT, (name for name in PROBLEMS if name not in (*SWAPPED, *CONVERTING, *PAIRS))
+)
 
 
 def sass_of(name: str):
@@ -148,13 +143,7 @@ def test_the_loop_over_keys_of_few_rows_has_a_block_of_products_and_no_spill(nam
     assert sum(f"64x{shape}x16" in text for text in words) == 4 * (9 + 8)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in CONVERTING[::3] else [pytest.mark.slow])
-        for name in CONVERTING
-    ],
-)
+@pytest.mark.parametrize("name", slow_but({CONVERTING[0]}, CONVERTING))
 def test_values_of_8_bits_become_left_operands_by_one_conversion_for_two_and_no_exchange(name):
     code, labels, branches = sass_of(name)
     loops = [(labels[to], at + 1) for at, to in branches if labels.get(to, at + 1) <= at]
@@ -176,7 +165,7 @@ def test_values_of_8_bits_become_left_operands_by_one_conversion_for_two_and_no_
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name == "pair" else [pytest.mark.slow]) for name in PAIRS],
+    slow_but({"pair"}, PAIRS),
 )
 def test_both_consumers_of_64_rows_convert_half_as_often_and_their_products_are_not_in_turn(name):
     code, labels, branches = sass_of(name)

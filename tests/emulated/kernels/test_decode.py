@@ -2,6 +2,7 @@
 and without a finding; who finishes the last part of a unit merges them."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from heedful.torch.eager.cache_step import named
 from heedful.torch.operands.checks import cache_call
 from support.problems.budget import run
 from support.problems.cases import Case
-from support.problems.grids import in_turns
+from support.problems.grids import in_turns, slow_but
 
 BASE = Case(
     batch=2,
@@ -46,7 +47,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case, arch, num_splits", in_turns(CASES, TARGETS, (0, 2)), ids=str)
+@pytest.mark.parametrize(
+    "case, arch, num_splits",
+    [
+        *in_turns(CASES[::2], TARGETS, (0, 2)),
+        *slow_but((), product(CASES[1::2], TARGETS, (0, 2))),
+    ],
+    ids=str,
+)
 def test_decode_is_within_budget(case, arch, num_splits):
     run(Emulated(arch, "decode"), replace(case, num_splits=num_splits))
 

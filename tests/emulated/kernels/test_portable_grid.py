@@ -135,12 +135,9 @@ GRID |= {
 # What no other default test of the emulated tier compiles.
 CHEAP = (
     "forward-window-first-float16",
-    "forward-bias-full",
     "forward-dim-64-value-24-float16",
     "forward-splits",
     "backward-sink-float16",
-    "backward-varlen-causal",
-    "decode-paged-16-float16",
     "decode-tree-mask-paged",
     "decode-e4m3",
 )

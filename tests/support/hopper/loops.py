@@ -1,5 +1,7 @@
 """The loop that counts of compiled Hopper kernels."""
 
+from itertools import product
+
 import pytest
 
 from heedful.core.base.device import DeviceSpec
@@ -7,16 +9,18 @@ from heedful.core.call.mask import MaskSpec
 from heedful.inspector.nvidia import Sass, inspect_cubin
 from heedful.launch import compiler
 from heedful.launch.spec import KernelCall
-from support.problems.grids import in_turns
+from support.problems.grids import in_turns, slow_but
 
 MASKS = {"full": MaskSpec(), "causal": MaskSpec.of(True), "window": MaskSpec.of(True, (1023, 0))}
 
 
 def each_loop(test):
     """Gives a test the head dims, masks and results whose loops are meant to be bare: by default
-    each mask, with the others in turns."""
+    the full and the causal mask, with the others in turns."""
     names = {spec: name for name, spec in MASKS.items()}
-    every = in_turns(MASKS.values(), (128, 64), (False, True))
+    *every, window = MASKS.values()
+    others = (128, 64), (False, True)
+    every = [*in_turns(every, *others), *slow_but((), product((window,), *others))]
 
     def name(value) -> str:
         is_flag = isinstance(value, bool)

@@ -1,7 +1,7 @@
 """Grids of which a part runs by default, and the rest where long grids are asked for."""
 
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,18 @@ def drawn_rows(axes: Mapping[str, Sequence[Any]], count: int, seed: int) -> list
         rng.shuffle(column)
         columns.append(column)
     return [dict(zip(axes, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def slow_but(default: Container[Any], values: Iterable[Any]) -> list:
+    """A parameter for each value, a tuple being several, of which all but those of `default` are
+    slow."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=[] if value in default else [pytest.mark.slow],
+        )
+        for value in values
+    ]
 
 
 def in_turns(first: Iterable[Any], *others: Collection[Any]) -> list:

@@ -12,6 +12,7 @@ import heedful.torch as typed
 from heedful.core.call.operands import Operands
 from heedful.torch.eager.cache_update import append_kv, rotate
 from heedful.torch.operands.values import check_pages, check_range, check_room
+from support.problems.grids import slow_but
 from support.runs.api import assert_agrees, dense_problem
 
 heedful: Any = typed
@@ -298,7 +299,7 @@ def test_a_side_of_a_window_that_no_length_reaches_is_no_bound(window):
     same(dense(window_size=window), dense(window_size=UNBOUNDED[window]))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", slow_but({True}, (False, True)))
 def test_bounds_that_no_length_reaches_are_none_to_a_compiled_call_either(dynamic):
     """Also where it takes plain numbers for symbols."""
     torch._dynamo.reset()

@@ -1,11 +1,13 @@
 """Rows of a padded batch say how much of them is used; the rest is never read."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 import heedful.torch as heedful
+from support.problems.grids import slow_but
 from support.runs.api import compiled
 
 LENGTHS = torch.tensor([5, 8], dtype=torch.int32)
@@ -27,8 +29,10 @@ def of_rows(keep, function=heedful.flash_attn_func, **more) -> list[tuple[Any, .
     return found
 
 
-@pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize(
+    "left, traced",
+    slow_but({(False, False), (True, False), (True, True)}, product((False, True), repeat=2)),
+)
 def test_a_padded_batch_is_each_of_its_rows_without_the_padding(left, traced):
     """Queries and keys are padded alike, with NaN."""
     q, k, v = batch().unbind()

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import heedful.torch as heedful
 from heedful.core.call.operands import Operands
+from support.problems.grids import slow_but
 
 ATTENTION = torch.ops.heedful.attention_v8.default
 ABSENT = (None,) * (len(Operands._fields) - 3)
@@ -115,7 +116,7 @@ def test_compiled_varlen_calls_give_what_eager_calls_give():
         assert_same(*grads)
 
 
-@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+@pytest.mark.parametrize("paged", slow_but({True}, (False, True)), ids=["contiguous", "paged"])
 def test_a_compiled_decoding_step_updates_the_cache_in_place(paged):
     def step(q, k_cache, v_cache, k, v, cos, sin, lengths, table):
         return heedful.flash_attn_with_kvcache(

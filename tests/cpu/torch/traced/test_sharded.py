@@ -15,6 +15,7 @@ from torch.distributed.tensor import Partial, Shard
 import heedful.torch as typed
 from support.problems.budget import check
 from support.problems.cases import Case, build
+from support.problems.grids import slow_but
 from support.runs import api
 from support.runs.mesh import on_each_rank, shard
 from support.runs.sharded_calls import BATCH, HEADS, SAME, results
@@ -74,7 +75,7 @@ def dense(ranks, places, grad=False) -> list:
     return [shard(tensor, ranks, places, grad) for tensor in api.dense()]
 
 
-@pytest.mark.parametrize("places", [[BATCH], [HEADS]], ids=str)
+@pytest.mark.parametrize("places", slow_but([[HEADS]], [[BATCH], [HEADS]]), ids=str)
 def test_a_compiled_call_is_the_eager_one(places):
     def attention(*tensors):
         out = heedful.flash_attn_func(*tensors)
