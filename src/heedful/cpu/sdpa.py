@@ -6,6 +6,7 @@ fixed costs of a few microseconds, and enter one parallel region each.
 """
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from heedful.cpu.workers import for_each
 
 __all__ = ["backward", "forward", "recorded", "records", "statistics"]
 
-# From this many keys on torch finds a row's largest score with vector instructions: more than a
-# float32 vector of any machine holds.
-VECTORS = 64
+# From this many keys on torch finds a row's largest score with vector instructions: the floats of
+# the widest vectors that torch 2.13 is built for, those of AVX-512.
+VECTORS = 16
 
 # From this many multiply-adds on single queries are worth threads of our own.
 WORTH_THREADS = 512 * 1024
@@ -111,37 +112,46 @@ def _single_queries(problem: AttentionProblem, x: Operands, out: torch.Tensor | 
     keys are read, and no sequence depends on another. Query heads of a KV head are rows of one
     tile."""
     shape = (problem.batch, problem.heads_k, problem.group, problem.head_dim)
-    q, k, v = x.q.reshape(shape), x.k.transpose(1, 2), x.v.transpose(1, 2)
-    q, k, v = (a.split(1) for a in _dense_columns(q, k, v))
-    lengths = x.seqused_k.clamp(0, problem.seqlen_k).tolist()
+    lengths = [min(max(length, 0), problem.seqlen_k) for length in x.seqused_k.tolist()]
+    dense_q, *dense = _dense_columns(x.q, x.k, x.v)
+    q, k, v = dense_q.reshape(shape).split(1), *(_used_rows(a, lengths) for a in dense)
     made: list[Any] = [None] * problem.batch
 
-    def attend(_, item: tuple[int, int]) -> None:
-        b, length = item
-        if length:
-            keys, values = (a[b].narrow(2, 0, length) for a in (k, v))
-            made[b] = _flash(q[b], keys, values, scale=problem.scale)
+    def attend(_, b: int) -> None:
+        if lengths[b]:
+            made[b] = _flash(q[b], k[b], v[b], scale=problem.scale)
         else:
             made[b] = torch.zeros_like(q[b]), q[b].new_full(q[b].shape[:3], -torch.inf).float()
 
     if sum(lengths) * problem.heads_q * problem.head_dim > WORTH_THREADS:
-        groups = [[item] for item in enumerate(lengths)]
-        for_each(groups, attend, contextlib.nullcontext)
+        for_each([[b] for b in range(problem.batch)], attend, contextlib.nullcontext)
     else:
-        for item in enumerate(lengths):
-            attend(None, item)
+        for b in range(problem.batch):
+            attend(None, b)
     if not made:
         return tiled_forward.forward(problem, x, out)
     results, lses = zip(*made, strict=True)
     result, lse = torch.cat(results), None
     if min(lengths) < VECTORS and not result[..., 0].all():
         short = [b for b, length in enumerate(lengths) if 0 < length < VECTORS]
-        if any(_may_hide_nan(results[b], q[b], k[b][:, :, : lengths[b]]) for b in short):
+        if any(_may_hide_nan(results[b], q[b], k[b]) for b in short):
             return tiled_forward.forward(problem, x, out)
     if problem.return_lse:
         lse = torch.cat(lses).reshape(problem.lse_shape)
     result = result.reshape(problem.batch, 1, problem.heads_q, problem.head_dim)
     return (result if out is None else out.copy_(result)), lse, None
+
+
+def _used_rows(cache: torch.Tensor, lengths: list[int]) -> Sequence[torch.Tensor]:
+    """The first rows of each sequence of a cache (B, rows, G, dim), (1, G, length, dim). Where the
+    cache is one piece of memory, one split makes all these views; to narrow each takes thrice as
+    long."""
+    batch, rows, *row = cache.shape
+    if batch < 2 or cache.stride(0) != rows * cache.stride(1):
+        heads_first = cache.transpose(1, 2).split(1)
+        return [a.narrow(2, 0, n) for a, n in zip(heads_first, lengths, strict=True)]
+    sizes = [size for length in lengths for size in (length, rows - length)]
+    return cache.view(1, batch * rows, *row).transpose(1, 2).split_with_sizes(sizes, 2)[::2]
 
 
 def _dense_columns(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

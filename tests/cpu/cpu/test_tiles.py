@@ -519,12 +519,12 @@ def test_sdpa_needs_no_second_opinion_where_a_row_fills_a_vector(monkeypatch):
     asked = []
     monkeypatch.setattr(sdpa, "_has_nan", lambda q, k: asked.append(1))
     for len_q, len_k, causal, asks in (
-        (9, 63, False, 1),
-        (9, 64, False, 0),
-        (63, 200, True, 0),
-        (64, 200, True, 0),
-        (200, 63, True, 1),
-        (200, 64, True, 0),
+        (9, 15, False, 1),
+        (9, 16, False, 0),
+        (15, 200, True, 0),
+        (16, 200, True, 0),
+        (200, 15, True, 1),
+        (200, 16, True, 0),
     ):
         case = Case(seqlen_q=len_q, seqlen_k=len_k, causal=causal, bottom_right=False)
         built = build(replace(case, backward=False))
@@ -533,6 +533,22 @@ def test_sdpa_needs_no_second_opinion_where_a_row_fills_a_vector(monkeypatch):
         sdpa.forward(built.problem, built.x._replace(v=torch.zeros_like(built.x.v)))
         assert len(asked) == asks, (len_q, len_k)
         asked.clear()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_torchs_own_kernel_passes_nan_on_where_a_row_fills_a_vector(causal):
+    """Of a query, whose row has no other score, and of keys, with a full vector before them."""
+    from heedful.cpu import sdpa
+
+    for length in (*range(sdpa.VECTORS, 66), 513, 517):
+        q, k, v = torch.randn(3, 1, 2, length, 8).unbind()
+        for spoilt in (q, k):
+            spoilt[0, 0, -1] = torch.nan
+            out, lse = sdpa._flash(q, k, v, 0.0, causal)
+            assert out[0, 0, -1].isnan().all() and lse[0, 0, -1].isnan(), length
+            spoilt[0, 0, -1] = 1.0
+        q[0, 1, 0] = torch.nan
+        assert sdpa._flash(q, k, v, 0.0, causal)[0][0, 1, 0].isnan().all(), length
 
 
 def test_sdpa_asks_for_a_second_opinion_only_of_rows_that_may_be_nan(monkeypatch):
