@@ -25,8 +25,6 @@ from heedful.reference.philox import keep_scale
 MOST = 512
 # From this many scores on a call is worth threads of our own: handing work over takes about 50 us.
 WORTH_THREADS = 128 * 1024
-# An argument that baddbmm ignores where beta is 0.
-_NONE = torch.zeros(1, dtype=torch.float32, device="cpu")
 
 
 def takes(problem: AttentionProblem, x: Operands) -> bool:
@@ -45,17 +43,17 @@ def takes(problem: AttentionProblem, x: Operands) -> bool:
 
 def forward(problem: AttentionProblem, x: Operands, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Writes out and lse of a call that `takes` allows, as `heedful.cpu.forward` returns them."""
-    seed, scale = _seed(problem, x), keep_scale(problem.dropout_p)
+    seed = _seed(problem, x)
 
     def work(scratch: blocks.Scratch, item: "_Item") -> None:
         q, k, v = item.queries(x.q), item.keys(x.k), item.keys(x.v)
-        s = _scores(problem, scratch, q, k)
+        s = _scores(problem, scratch, q * problem.scale, k)
         lse_own = lse[item.batches, item.query_heads]
         torch.logsumexp(s.view(lse_own.shape + s.shape[2:]), -1, out=lse_own)
         p = _softmax(problem, scratch, s)
         if problem.dropout_p > 0:
-            p.mul_(item.kept(seed))
-        item.store_queries(out, torch.baddbmm(_NONE, p, v, beta=0, alpha=scale))
+            p.mul_(item.factors(seed))
+        item.store_queries(out, torch.bmm(p, v))
 
     for_each(_items(problem), work, scores.ThreadScratch, _is_parallel(problem))
 
@@ -64,12 +62,13 @@ def backward(
     problem: AttentionProblem, x: Operands, out, lse, dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> Gradients:
     """Gradients of a call that `takes` allows, with the bits that autograd gives to `recorded`."""
-    seed, scale = _seed(problem, x), keep_scale(problem.dropout_p)
+    seed = _seed(problem, x)
     dq, dk, dv = (torch.empty(a.shape, dtype=a.dtype, device="cpu") for a in x[:3])
 
     def work(scratch: blocks.Scratch, item: "_Item") -> None:
         q, k, v, do = item.queries(x.q), item.keys(x.k), item.keys(x.v), item.queries(dout)
-        s = _scores(problem, scratch, q, k)
+        scaled = q * problem.scale
+        s = _scores(problem, scratch, scaled, k)
         lse_here = torch.logsumexp(s, -1, keepdim=True)
         weights = p = _softmax(problem, scratch, s)
         lse_rows = lse[item.batches, item.query_heads].reshape(lse_here.shape)
@@ -77,12 +76,12 @@ def backward(
         if not is_all:
             p.mul_(torch.exp(lse_here - lse_rows).masked_fill_(lse_here == -torch.inf, 0.0))
         dp = scratch.take("dp", *p.shape)
-        torch.bmm(do, v.mT, out=dp).mul_(scale)
+        torch.bmm(do, v.mT, out=dp)
         if problem.dropout_p > 0:
-            kept = item.kept(seed)
-            dp.mul_(kept)
-            weights = torch.mul(p, kept, out=scratch.take("weights", *p.shape))
-        item.store_keys(dv, torch.bmm(weights.mT, do).mul_(scale))
+            factors = item.factors(seed)
+            dp.mul_(factors)
+            weights = torch.mul(p, factors, out=scratch.take("weights", *p.shape))
+        item.store_keys(dv, torch.bmm(weights.mT, do))
         ds = scratch.take("s", *p.shape)
         if is_all:
             # p (dP - sum of p dP)
@@ -96,7 +95,7 @@ def backward(
         if dlse is not None:
             ds.addcmul_(p, dlse[item.batches, item.query_heads].reshape(*p.shape[:2], 1))
         item.store_queries(dq, torch.bmm(ds, k).mul_(problem.scale))
-        item.store_keys(dk, torch.bmm(q.mT, ds).mul_(problem.scale).mT)
+        item.store_keys(dk, torch.bmm(scaled.mT, ds).mT)
 
     for_each(_items(problem), work, scores.ThreadScratch, _is_parallel(problem))
     return Gradients(dq, dk, dv)
@@ -119,23 +118,28 @@ def recorded(problem: AttentionProblem, x: Operands) -> torch.Tensor:
     q, k, v = (a.transpose(1, 2).float().flatten(0, 1) for a in (q, k, v))
     if problem.group > 1:
         q = q.reshape(-1, rows, q.shape[2])
-    s = _NONE
-    for begin in range(0, q.shape[2], TERMS):
-        of_q, of_k = (a if a.shape[2] <= TERMS else a[..., begin : begin + TERMS] for a in (q, k))
-        s = torch.baddbmm(s, of_q, of_k.mT, beta=float(begin > 0), alpha=problem.scale)
+    q = q * problem.scale
+    if q.shape[2] <= TERMS:
+        s = torch.bmm(q, k.mT)
+    else:
+        (of_q, of_k), *more = zip(q.split(TERMS, 2), k.split(TERMS, 2), strict=True)
+        s = torch.bmm(of_q, of_k.mT)
+        for of_q, of_k in more:
+            s = torch.baddbmm(s, of_q, of_k.mT)
     if problem.mask.bounded:
         heads = s.view(-1, problem.seqlen_q, problem.seqlen_k)
         s = heads.masked_fill(_hidden(problem), -torch.inf).view(s.shape)
     p = torch.softmax(s, -1)
     if problem.dropout_p > 0:
-        p = p * drawn(problem, _seed(problem, x)).view(p.shape)
-    made = torch.baddbmm(_NONE, p, v, beta=0, alpha=keep_scale(problem.dropout_p))
+        kept = drawn(problem, _seed(problem, x)).view(p.shape)
+        p = p * (kept * keep_scale(problem.dropout_p))
+    made = torch.bmm(p, v)
     shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.head_dim_v
     return made.view(shape).transpose(1, 2).contiguous().to(x.q.dtype)
 
 
 def drawn(problem: AttentionProblem, seed: int) -> torch.Tensor:
-    """Which scores of a call dropout keeps, bool (B, H, M, N). Autograd keeps it for a backward."""
+    """Which scores of a call dropout keeps, bool (B, H, M, N)."""
     return draw(
         seed,
         problem.dropout_p,
@@ -148,7 +152,7 @@ def drawn(problem: AttentionProblem, seed: int) -> torch.Tensor:
 
 
 def _seed(problem: AttentionProblem, x: Operands) -> int:
-    return int(x.seed.reshape(-1)[0]) if problem.dropout_p > 0 else 0
+    return x.seed.tolist()[0] if problem.dropout_p > 0 else 0
 
 
 def _is_parallel(problem: AttentionProblem) -> bool:
@@ -212,8 +216,8 @@ class _Item:
         part = self._by_head(whole, slice(self.kv_heads.start, self.kv_heads.stop))
         part.copy_(made.view(part.shape))
 
-    def kept(self, seed: int) -> torch.Tensor:
-        """Which scores dropout keeps, bool (B G, R M, N)."""
+    def factors(self, seed: int) -> torch.Tensor:
+        """By what dropout multiplies probabilities, (B G, R M, N)."""
         problem, heads = self.problem, self.query_heads
         keep = keep_tile(
             seed,
@@ -224,15 +228,16 @@ class _Item:
             range(problem.seqlen_k),
             problem.dropout_origin,
         )
-        return keep.reshape(-1, problem.group * problem.seqlen_q, problem.seqlen_k)
+        keep = keep.reshape(-1, problem.group * problem.seqlen_q, problem.seqlen_k)
+        return keep * keep_scale(problem.dropout_p)
 
 
 def _scores(problem: AttentionProblem, scratch: blocks.Scratch, q, k) -> torch.Tensor:
-    """(B G, R M, N), -inf where hidden."""
+    """(B G, R M, N), -inf where hidden. q: scaled."""
     s = scratch.take("s", q.shape[0], q.shape[1], k.shape[1])
     for begin in range(0, q.shape[2], TERMS):
         part, beta = slice(begin, begin + TERMS), float(begin > 0)
-        torch.baddbmm(s, q[..., part], k[..., part].mT, beta=beta, alpha=problem.scale, out=s)
+        torch.baddbmm(s, q[..., part], k[..., part].mT, beta=beta, out=s)
     if problem.mask.bounded:
         _hide(problem, s.view(-1, problem.seqlen_q, problem.seqlen_k))
     return s
