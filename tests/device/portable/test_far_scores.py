@@ -22,19 +22,19 @@ BACKENDS = [
 ]
 
 
-# The long grid's problems of a backend are drawn in parts, which run side by side.
+# The long grid's problems of a backend are drawn in parts, which run side by side. One of 72
+# kernels took longer than its limit of 130 s: now a part has up to five, the grid 55 (H200).
 PARTS = 10
 
 
-def assert_within(name: str, count: int, record_property, seed: int = 0) -> None:
-    tally = far_draws.check_many(name, count, seed)
+def assert_within(tally: far_scores.Tally, name: str, count: int, record_property) -> None:
     record_property("far scores", f"{name}: {tally}")
     assert tally.counted >= count and not tally.outside, tally
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_far_scores_are_within_their_error_budget(name, record_property):
-    assert_within(name, 16, record_property)
+    assert_within(far_draws.check_many(name, 16), name, 16, record_property)
 
 
 @pytest.mark.slow
@@ -42,7 +42,7 @@ def test_far_scores_are_within_their_error_budget(name, record_property):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_two_thousand_far_problems_are_within_their_error_budgets(name, part, record_property):
     """7 x 10 x 29: what counts, see `far_scores.Verdict`."""
-    assert_within(name, 29, record_property, part)
+    assert_within(far_draws.check_part(name, 29, part), name, 29, record_property)
 
 
 SIDES = [

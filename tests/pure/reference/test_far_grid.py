@@ -15,6 +15,7 @@ from heedful.reference.convert import operands_as_numpy
 from support.problems import far_draws, far_scores
 from support.problems.cases import Case, build
 from support.problems.far_scores import Far, far
+from support.runs.planned import kernels_by
 
 # Of 576 columns: float64 takes seconds for a few.
 FEW = {"mla": 2, "mla_swap_ab": 2}
@@ -87,6 +88,25 @@ def test_most_problems_count(name):
     count = FEW.get(name, 10)
     tally = far_scores.run_many(islice(far_draws.drawn(name), count), twin, count)
     assert tally.counted >= 0.8 * count and not tally.outside, tally
+
+
+def test_parts_of_the_long_grid_share_kernels_and_no_problem():
+    kernels = kernels_by(far_draws.backend_of("fp8"))
+    parts = (1, 1 + far_draws.GROUPS)
+    first, later = (list(islice(far_draws.sharing("fp8", part, kernels), 4)) for part in parts)
+    assert not set(map(str, first)) & set(map(str, later))
+    sets = [kernels(far_scores.built(problem).problem) for problem in (*first, *later)]
+    assert 1 < len(frozenset().union(*sets)) <= far_draws.MOST_KERNELS
+
+
+@pytest.mark.slow
+def test_the_long_grid_compiles_fewer_than_sixty_kernels():
+    found = set()
+    for name in (name for name in far_draws.TAKES if name not in ("cpu", "scan", "cdna")):
+        some = far_draws.groups(name, kernels_by(far_draws.backend_of(name)))
+        assert len(some) == far_draws.GROUPS
+        found |= {(name, key) for _, own in some for key in own}
+    assert len(found) < 60
 
 
 def test_a_bias_that_its_dtype_does_not_hold_is_no_problem():

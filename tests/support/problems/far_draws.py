@@ -16,10 +16,13 @@ from support.problems.far_scores import (
     WHERE,
     Far,
     Tally,
+    built,
     by_backend,
     far,
     run_many,
 )
+from support.problems.variants import by_new_values
+from support.runs.planned import KernelsOf, commonest, kernels_by
 from support.runs.prepared import Prepared
 
 
@@ -187,6 +190,38 @@ def drawn(name: str, count: int = 16, seed: int = 0) -> Iterator[Far]:
             yield _problem(takes, case, rng)
 
 
+# The long grid's variants of a backend, the most kernels that one has, and how many problems say
+# which these are.
+GROUPS, MOST_KERNELS, ASKED = 4, 5, 12
+
+
+def groups(name: str, kernels: KernelsOf) -> list[tuple[Case, frozenset[str]]]:
+    """Few variants of a backend for the long grid, each with its kernels."""
+    chosen = []
+    for case in by_new_values(variants(name, 60, seed=1)):
+        rng = random.Random(f"kernels{name}{case}")
+        some = (_problem(TAKES[name][1], case, rng) for _ in range(ASKED))
+        own = commonest((built(problem).problem for problem in some), kernels)
+        if len(own) <= MOST_KERNELS:
+            chosen.append((case, own))
+        if len(chosen) == GROUPS:
+            break
+    return chosen
+
+
+def sharing(name: str, part: int, kernels: KernelsOf) -> Iterator[Far]:
+    """Problems of a backend without end that share the kernels of one variant. A part has the
+    kernels of the one GROUPS before it, and other problems: a kernel compiles for longer than a
+    hundred of these run."""
+    some = groups(name, kernels)
+    case, own = some[part % len(some)]
+    rng = random.Random(f"problems{name}{part}")
+    while True:
+        problem = _problem(TAKES[name][1], case, rng)
+        if kernels(built(problem).problem) <= own:
+            yield problem
+
+
 def _problem(takes: Takes, variant: Case, rng: random.Random) -> Far:
     heads_q, heads_k = rng.choice(takes.heads)
     rows = rng.randint(1, takes.rows)
@@ -238,3 +273,10 @@ def check_many(name: str, count: int, seed: int = 0, device: str = "cuda") -> Ta
     planned for it by name."""
     results = by_backend(Prepared(backend_of(name)))
     return run_many(drawn(name, seed=seed), results, count, device)
+
+
+def check_part(name: str, count: int, part: int, device: str = "cuda") -> Tally:
+    """`check_many` of a part of the long grid, whose problems share their kernels."""
+    backend = backend_of(name)
+    problems = sharing(name, part, kernels_by(backend))
+    return run_many(problems, by_backend(Prepared(backend)), count, device)

@@ -3,7 +3,7 @@ each. What a kernel is compiled for is drawn first; lengths, sizes and values ar
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -92,6 +92,35 @@ def problems(draw, variant: Case, longest: int = 300) -> Case:
         num_splits=draw(st.integers(2, 5)) if variant.num_splits else 0,
         seed=draw(st.integers(0, 2**16)),
     )
+
+
+def sized(rng: random.Random, variant: Case, longest: int = 300) -> Case:
+    """As `problems`, with sizes that are all as likely: most share their kernels, which are
+    compiled for numbers that are 1 and that 16 divides, too."""
+    heads_k, seqlen_q = rng.randint(1, 3), rng.randint(1, longest)
+    return replace(
+        variant,
+        batch=rng.randint(1, 3),
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_q if rng.random() < 0.3 else rng.randint(1, longest),
+        heads_k=heads_k,
+        heads_q=heads_k * rng.choice((1, 1, 2, 5)),
+        window=tuple(rng.randint(0, longest) if bound >= 0 else -1 for bound in variant.window),
+        shift=0 if rng.random() < 0.5 else rng.randint(-longest, longest),
+        scale=rng.choice((0.0, 0.0, 0.3)),
+        softcap=rng.uniform(0.5, 30.0) if variant.softcap else 0.0,
+        seed=rng.randint(0, 2**16),
+    )
+
+
+def by_new_values(cases: Iterable[Case]) -> Iterator[Case]:
+    """The cases, one after the other that has most values of fields that none before it has."""
+    rest, seen = list(cases), set()
+    while rest:
+        best = max(rest, key=lambda case: len(set(vars(case).items()) - seen))
+        rest.remove(best)
+        seen |= set(vars(best).items())
+        yield best
 
 
 def wide(variant: Case, **more: Any) -> Case:
