@@ -19,6 +19,7 @@ from heedful.jax.gpu import pages  # noqa: E402
 from heedful.jax.operands.plain import origin_words  # noqa: E402
 from heedful.jax.tiled import tiles  # noqa: E402
 from heedful.jax.traced import cache_update  # noqa: E402
+from heedful.jax.traced.call import adapted  # noqa: E402
 from support.problems.budget import run  # noqa: E402
 from support.problems.cases import Case  # noqa: E402
 from support.runs import jax_backend  # noqa: E402
@@ -262,3 +263,14 @@ def test_invariant_numerics_are_refused_on_a_cpu_with_the_reason():
         hj.flash_attn_with_kvcache(q, q, q, cache_seqlens=8, numerics="invariant")
     with pytest.raises(ValueError, match="numerics must be one of fast, invariant or None"):
         hj.flash_attn_func(q, q, q, numerics="exact")
+
+
+def test_packed_sequences_in_pages_are_as_long_as_their_bounds_say_or_as_is_used():
+    bounds = jnp.array([0, 3, 8], jnp.int32)
+    rows, table = jnp.zeros((8, 1, 4)), jnp.zeros((2, 1), jnp.int32)
+    x = Operands(rows, rows, rows, cu_seqlens_k=bounds, block_table=table)
+    found = adapted(x)
+    assert found.cu_seqlens_k is None and found.seqused_k.tolist() == [3, 5]
+    found = adapted(x._replace(seqused_k=jnp.array([2, 1], jnp.int32)))
+    assert found.cu_seqlens_k is None and found.seqused_k.tolist() == [2, 1]
+    assert adapted(x._replace(block_table=None)).cu_seqlens_k.tolist() == [0, 3, 8]
