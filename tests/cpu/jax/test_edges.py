@@ -278,8 +278,7 @@ def test_packed_sequences_in_pages_are_as_long_as_their_bounds_say_or_as_is_used
 
 @pytest.mark.parametrize("kv_group", [0, 16])
 def test_kernels_see_dims_of_1_as_whole_ones_that_repeat(kv_group):
-    sizes = {"batch": 2, "seqlen_q": 5, "seqlen_k": 7, "heads_q": 6, "heads_k": 3}
-    problem = AttentionProblem.dense(**sizes, head_dim=16, key_ranges=1, kv_group=kv_group)
+    problem = AttentionProblem.dense(2, 5, 7, 6, 3, 16, key_ranges=1, kv_group=kv_group)
     whole = {
         "bias": (2, 6, 5, 7),
         "alibi_slopes": (2, 6),
