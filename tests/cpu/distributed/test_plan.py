@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from importlib import import_module
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heedful.distributed import ContextPlan, attention, cost, plan
+from heedful.distributed import ContextPlan, attention, cost, plan, schedules
 from heedful.distributed.layouts import BLOCK, CAUSAL, LAYOUTS, Mask, Piece
 from heedful.distributed.schedules import Schedule, crossing, gathered, rows_of, spread_heads
 from support.runs.ranks import Ranks
@@ -114,6 +115,23 @@ def test_what_needs_no_other_rank_is_computed_apart_in_few_calls():
     far = LAYOUTS["contiguous"]([8192], 4, Mask(1000, 0))
     inner = [call for call in gathered(far, Mask(1000, 0), 1).calls if call.is_local]
     assert [call.rows for call in inner] == [slice(1024, 2048)]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "documents"])
+def test_rows_that_follow_one_another_are_one_run(layout, monkeypatch):
+    found, original = [], schedules._found_by
+
+    def recorded(*facts):
+        found.append(original(*facts))
+        return found[-1]
+
+    monkeypatch.setattr(schedules, "_found_by", recorded)
+    for mask, rank in product((Mask(None, None), Mask(300, 300)), range(4)):
+        gathered(LAYOUTS[layout]([2000, 900, 4000], 4, mask), mask, rank)
+    assert any(len(runs) > 1 for runs in found)
+    for runs in found:
+        for (owner, rows, place), (other, more, after) in pairwise(runs):
+            assert owner != other or rows.stop != more.start or place.stop != after.start
 
 
 def test_a_zigzag_of_one_long_document_is_balanced_and_documents_beat_it_on_many():
