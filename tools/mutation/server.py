@@ -27,7 +27,7 @@ import pytest
 # How much longer than its processor time a run may take.
 WAIT = 6.0
 # The same of one test, which a busy machine may let wait longer than all on average.
-WAITS = 20.0
+WAITS = 6.0
 MODES = ("plain", "interpreted")
 # pytest's exit code where none of the tests is there.
 NO_TESTS = 5
