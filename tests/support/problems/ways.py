@@ -284,26 +284,28 @@ def draw(
     device: str = "cpu",
     options: str = "",
     pages: tuple[int, ...] = PAGES,
+    heads: tuple[int, int] | None = None,
 ) -> Rows:
     """Rows of a random sequence of up to `longest` tokens, whose end often lies 0 to 127 past a
     multiple of one of `borders`, the first of which is a tile's keys; with scores times 1, 4 or 16.
-    options: of OPTIONS, by default any."""
+    options: of OPTIONS, by default any. heads: KV heads, and query heads of each; by default any of
+    one or two."""
     last = rng.randint(1, longest)
     if rng.random() < 0.7:
         border = rng.choice(borders)
         last = min(longest, border * rng.randint(1, max(1, longest // border)) + rng.randrange(128))
     first = max(0, last - rng.choice((1, 1, 2, rng.randint(1, 64), rng.randint(1, longest), last)))
     length = min(longest, last + rng.randrange(70))
-    heads_k, group = rng.choice((1, 2)), rng.choice((1, 2))
-    heads = heads_k * group
-    made = OPTIONS[options or rng.choice([*OPTIONS])](rng, heads, borders[0], device)
+    heads_k, group = heads or (rng.choice((1, 2)), rng.choice((1, 2)))
+    all_heads = heads_k * group
+    made = OPTIONS[options or rng.choice([*OPTIONS])](rng, all_heads, borders[0], device)
     dim, dim_v = head_dims
     scale = rng.choice((1.0, 2.0, 4.0))
 
-    def values(heads: int, columns: int, factor: float = 1.0) -> Tensor:
-        return (torch.randn(length, heads, columns, device=device) * factor).to(dtype)
+    def values(count: int, columns: int, factor: float = 1.0) -> Tensor:
+        return (torch.randn(length, count, columns, device=device) * factor).to(dtype)
 
-    q, k = values(heads, dim, scale), values(heads_k, dim, scale)
+    q, k = values(all_heads, dim, scale), values(heads_k, dim, scale)
     return Rows(q, k, values(heads_k, dim_v), first, last, made, pages)
 
 
