@@ -157,7 +157,7 @@ def _of_t5() -> Iterator[Entry]:
             facts: Facts = {"head_dim": 64, "mask": mask, name: True}
             for one in dense(TRAINED, heads, **facts):
                 yield _entry(one)
-                learns = one | {"needs_grad": True, "bias_grad": name == "bias"}
+                learns = one | {"needs_grad": True, f"{name}_grad": True}
                 yield from (_entry(learns, direction) for direction in ("forward", "backward"))
             yield from map(_entry, cached((1,), heads, 0, **facts | {"used_k": False}))
         for one in dense(TRAINED, heads, head_dim=64):

@@ -42,7 +42,8 @@ def backward(
 
     Returns dq, dk, dv in the dtypes of q, k and v; dbias in the bias's dtype, of size 1 where its
     stride is 0 or its size 1, if problem.bias_grad; dsink, float32 (H,), if there is a sink;
-    drel_bias as rel_bias. Key tokens that several sequences share get the sum.
+    drel_bias as rel_bias, if problem.rel_bias_grad. Key tokens that several sequences share get the
+    sum.
 
     Raises ValueError for inputs with descales, which have no gradient.
     """
@@ -73,7 +74,7 @@ def backward(
         pass_.store_dq(dq)
         if x.sink is not None:
             sink_parts[number] = block.query_heads, pass_.dsink
-        if x.rel_bias is not None:
+        if pass_.drel_bias is not None:
             relative_parts[number] = block.query_heads, pass_.drel_bias
 
     # Blocks that add to the same bias or keys take turns, in order: the sum then always has the
@@ -85,7 +86,7 @@ def backward(
     dsink = drel_bias = None
     if x.sink is not None:
         dsink = _summed(sink_parts, x.sink).float()
-    if x.rel_bias is not None:
+    if problem.rel_bias_grad:
         drel_bias = _summed(relative_parts, x.rel_bias).to(x.rel_bias.dtype)
     if dbias is not None:
         dbias = dbias.to(x.bias.dtype)
@@ -125,9 +126,9 @@ class _BlockBackward:
         self.holds = size <= HELD
         self.held: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.dsink = torch.zeros(len(block.query_heads), dtype=torch.float64, device="cpu")
-        rel_bias, self.drel_bias = tiles.x.rel_bias, self.dsink
-        if rel_bias is not None:
-            shape = len(block.query_heads), rel_bias.shape[1]
+        self.drel_bias: torch.Tensor | None = None
+        if tiles.problem.rel_bias_grad:
+            shape = len(block.query_heads), tiles.x.rel_bias.shape[1]
             self.drel_bias = torch.zeros(shape, dtype=torch.float64, device="cpu")
 
     def prepare(self, out, lse, dlse, near: bool = False) -> None:
@@ -247,7 +248,7 @@ class _BlockBackward:
             self._settle(index, part, tiles.by_head(block, p, part), tiles.by_head(block, ds, part))
         if self.dbias is not None:
             self._add_bias(part, cols, tiles.by_head(block, ds, part))
-        if tiles.x.rel_bias is not None:
+        if self.drel_bias is not None:
             self._add_relative(part, cols, tiles.by_head(block, ds, part))
         if tanh is not None:
             ds.mul_(tanh.square_().neg_().add_(1.0))
@@ -301,6 +302,7 @@ class _BlockBackward:
 
     def _add_relative(self, rows: range, cols: range, ds: torch.Tensor) -> None:
         """Adds ds (B, G, R, M, N) along its diagonals to the gradient of rel_bias."""
+        assert self.drel_bias is not None
         of_heads = ds.sum(0).flatten(0, 1).flip(-1)
         heads, m, n = of_heads.shape
         # A row of n + m elements begins one further than the row before, in rows of one less.

@@ -67,7 +67,9 @@ def backward(
     full = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
     ds_all = torch.zeros(full, device=dq.device) if problem.bias_grad else None
     dsink = None if x.sink is None else torch.zeros_like(x.sink)
-    drel_bias = None if x.rel_bias is None else torch.zeros_like(x.rel_bias, dtype=torch.float32)
+    drel_bias = None
+    if problem.rel_bias_grad:
+        drel_bias = torch.zeros_like(x.rel_bias, dtype=torch.float32)
     for seq in sequences(problem, x):
         c = _sequence_forward(problem, x, seq, far_scores)
         rows = slice(seq.q_token, seq.q_token + seq.len_q)

@@ -48,7 +48,7 @@ def backward(problem: AttentionProblem, x: Operands, dout, dlse=None) -> Gradien
 
     Returns float64 gradients of the shapes of q, k and v; dbias if problem.bias_grad, with size 1
     where the bias's stride is 0 or its size 1; dsink (H,) if there is a sink; drel_bias as
-    rel_bias.
+    rel_bias, if problem.rel_bias_grad.
 
     Raises ValueError for quantised inputs, which have no gradient.
     """
@@ -142,7 +142,7 @@ class _Backward:
         shape = (problem.batch, heads, problem.seqlen_q, problem.seqlen_k)
         self._dbias = np.zeros(shape) if problem.bias_grad else None
         self._dsink = None if x.sink is None else np.zeros(heads)
-        self._drel_bias = None if x.rel_bias is None else np.zeros(x.rel_bias.shape)
+        self._drel_bias = np.zeros(x.rel_bias.shape) if problem.rel_bias_grad else None
 
     def add(self, c: _Block) -> None:
         do_HME = self._dout_THE[c.rows, c.heads].swapaxes(0, 1)

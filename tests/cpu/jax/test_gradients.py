@@ -69,6 +69,7 @@ def test_the_gradient_of_a_bias_has_its_shape_and_can_be_left_out():
         {"dlse": jnp.ones((1, 2, 3), jnp.bfloat16)},
         {"dropout_seed": None, "dropout_p": 0.5},
         {"bias_grad": 1},
+        {"rel_bias_grad": 1},
     ],
     ids=lambda wrong: next(iter(wrong)),
 )

@@ -7,6 +7,12 @@ import pytest
 import torch
 
 import heedful.torch as heedful
+from heedful.core.base.device import by_name
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import plan
+from heedful.cpu import tiled_backward
+from heedful.launch.program import buffers
+from heedful.launch.program.programs import program
 from heedful.masks import t5_bias
 from heedful.torch.eager.calls import CALLS
 from support.runs.api import compiled
@@ -77,6 +83,46 @@ def test_no_gradient_is_lost_where_the_bias_alone_wants_one():
         out = heedful.flash_attn_func(q, k, v, rel_bias=rel_bias)
         (grad,) = torch.autograd.grad(out.square().sum(), rel_bias)
         assert grad.shape == rel_bias.shape and grad.abs().sum() > 0
+    CALLS.clear()
+
+
+def backward_functions(**facts) -> set[str]:
+    """The kernels and workspaces of a backward with rel_bias on an H200."""
+    problem = AttentionProblem.dense(2, 256, 256, 4, 4, 64, rel_bias=True, needs_grad=True, **facts)
+    chosen = plan(problem, by_name("H200"))
+    made = program(chosen, "backward", buffers.backward(problem))
+    names = {call.kernel.function.rsplit(".")[-1] for call in made.calls}
+    return names | {workspace.name for workspace in made.workspaces}
+
+
+def test_kernels_and_memory_of_its_gradient_come_only_where_it_is_asked_for():
+    of_gradient = {"diagonal_sums", "relative_gradients"}
+    assert backward_functions(rel_bias_grad=True) >= of_gradient
+    assert not backward_functions() & of_gradient
+
+
+def test_its_gradient_is_computed_only_where_it_is_asked_for(monkeypatch):
+    q, k, v = inputs((2, 5, 4, 16), (2, 7, 2, 16), (2, 7, 2, 16))
+    rel_bias, added = torch.randn(4, 9), []
+    add = tiled_backward._BlockBackward._add_relative
+    monkeypatch.setattr(
+        tiled_backward._BlockBackward,
+        "_add_relative",
+        lambda *given: added.append(None) or add(*given),
+    )
+
+    def call(q, rel_bias):
+        return heedful.flash_attn_func(q, k, v, rel_bias=rel_bias, return_lse=True)
+
+    out, lse = call(q, rel_bias)
+    (alone,) = torch.autograd.grad(out.sum(), q, retain_graph=True)
+    of_functions = torch.func.grad(lambda q: call(q, rel_bias)[0].sum())(q.detach())
+    given: Any = [t.detach() for t in (torch.ones_like(out), q, k, v, out, lse)]
+    left_out = heedful.attention_backward(*given, rel_bias=rel_bias, rel_bias_grad=False)
+    assert not added and left_out.drel_bias is None
+    asked: Any = heedful.attention_backward(*given, rel_bias=rel_bias)
+    assert added and asked.drel_bias.shape == rel_bias.shape
+    assert all(torch.equal(t, asked.dq) for t in (alone, of_functions, left_out.dq))
     CALLS.clear()
 
 

@@ -45,6 +45,23 @@ def test_a_call_and_its_gradients_are_those_of_the_dense_bias():
     assert (jnp.abs(got[1][0] - want[1][0]) <= terms * sizes).all()
 
 
+def results_of_backward(function, *given) -> list[int]:
+    """How many arrays each backward in a traced function gives."""
+    equations = jax.make_jaxpr(function)(*given).jaxpr.eqns
+    return [len(e.outvars) for e in equations if e.primitive.name.endswith("attention_backward")]
+
+
+def test_its_gradient_is_a_result_only_where_it_is_asked_for():
+    assert results_of_backward(jax.grad(loss, 1), REL, Q) == [3]
+    assert results_of_backward(jax.grad(loss, (0, 1)), REL, Q) == [4]
+    out, lse = heedful.jax.flash_attn_func(Q, K, V, rel_bias=REL, return_lse=True)
+    given = (out, Q, K, V, out, lse)
+    without = heedful.jax.attention_backward(*given, rel_bias=REL, rel_bias_grad=False)
+    asked = heedful.jax.attention_backward(*given, rel_bias=REL)
+    assert without.drel_bias is None and asked.drel_bias.shape == REL.shape
+    assert (without.dq == asked.dq).all()
+
+
 def test_vmap_over_queries_and_over_biases_gives_each_elements_own():
     several = jnp.stack([REL, REL + 1.0, -REL])
     each = jax.vmap(jax.grad(loss), (0, None))(several, Q)

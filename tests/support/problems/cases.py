@@ -392,6 +392,7 @@ def _problem(case: Case, x: Operands) -> AttentionProblem:
         kv_shift=case.kv_shift,
         needs_grad=case.backward,
         bias_grad=case.backward and x.bias is not None and x.bias.is_floating_point(),
+        rel_bias_grad=case.backward and x.rel_bias is not None,
         return_probs=case.return_probs,
         deterministic=case.deterministic,
         num_splits=case.num_splits,

@@ -53,9 +53,10 @@ class Interpreted:
         shapes = {name: getattr(x, name).shape for name in ("q", "k", "v")}
         if problem.bias_grad:
             shapes["bias"] = own_shape(x.bias.shape, x.bias.stride())
-        for name in ("sink", "rel_bias"):
-            if getattr(x, name) is not None:
-                shapes[name] = getattr(x, name).shape
+        if x.sink is not None:
+            shapes["sink"] = x.sink.shape
+        if problem.rel_bias_grad:
+            shapes["rel_bias"] = x.rel_bias.shape
         for name, shape in shapes.items():
             tensors[f"d{name}"] = torch.full(shape, torch.nan, dtype=getattr(x, name).dtype)
         self._run(portable.backward, problem, tensors)

@@ -73,15 +73,16 @@ class CacheUpdate(NamedTuple):
 class AttentionCall(NamedTuple):
     """The facts about a call that need no look into its arrays.
 
-    x: ArraySpecs, laid out as the caller gave them. needs_grad, bias_grad: whether a backward will
-    follow, and whether it is to give the bias's gradient. out: where the result goes, if the caller
-    says so. v_in_k: v is a view of the first columns of k.
+    x: ArraySpecs, laid out as the caller gave them. needs_grad, bias_grad, rel_bias_grad: whether
+    a backward will follow, and whether it is to give the gradients of these two. out: where the
+    result goes, if the caller says so. v_in_k: v is a view of the first columns of k.
     """
 
     x: Operands
     options: Options
     needs_grad: bool = False
     bias_grad: bool = False
+    rel_bias_grad: bool = False
     out: ArraySpec | None = None
     v_in_k: bool = False
 

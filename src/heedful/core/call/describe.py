@@ -112,6 +112,7 @@ def check(call: AttentionCall) -> AttentionProblem:
         kv_shift=x.k_shift is not None,
         needs_grad=call.needs_grad,
         bias_grad=call.bias_grad,
+        rel_bias_grad=call.rel_bias_grad,
         return_lse=options.return_lse or probs,
         return_probs=probs and drops,
         max_scores=options.return_max_logits,

@@ -63,14 +63,14 @@ class AttentionProblem:
     without such a mask. block_mask: rows and keys of a tile of the block mask, 0 without one.
     kv_group: how many values
     share one scale of a quantised cache, 0 for a scale per head or none. kv_shift: the quantised
-    cache has a zero shift per scale. needs_grad, bias_grad: whether a backward will follow, and
-    whether it computes the bias's gradient. return_lse: whether the caller reads the log-sum-exp.
-    return_probs: the sign-coded dropped probabilities are wanted (tests). max_scores: the largest
-    score of each row is wanted, without the sink. keeps_rest: the rounding error of the log-sum-exp
-    is wanted beside it, for a merge on a GPU. deterministic: the backward must be bit-equal from
-    run to run. num_splits: 0 = choose, 1 = do not split the keys, n = split them in n. aligned: all
-    bases and strides are multiples of 16 bytes. even_rows: the batch stride of K and V (or the
-    stride of pages) is a multiple of the row stride, and less than 2^30 rows.
+    cache has a zero shift per scale. needs_grad, bias_grad, rel_bias_grad: whether a backward will
+    follow, and whether it computes the gradients of these two. return_lse: whether the caller reads
+    the log-sum-exp. return_probs: the sign-coded dropped probabilities are wanted (tests).
+    max_scores: the largest score of each row is wanted, without the sink. keeps_rest: the rounding
+    error of the log-sum-exp is wanted beside it, for a merge on a GPU. deterministic: the backward
+    must be bit-equal from run to run. num_splits: 0 = choose, 1 = do not split the keys, n = split
+    them in n. aligned: all bases and strides are multiples of 16 bytes. even_rows: the batch stride
+    of K and V (or the stride of pages) is a multiple of the row stride, and less than 2^30 rows.
     near_rows: rows of Q, K, V and the output begin less than NEAR_BYTES apart. v_in_k: V is a view
     of the first head_dim_v values of each row of K (MLA). dropout_origin: (batch, head, row,
     column) of this call's first score in the whole problem, so that a shard draws the mask that the
@@ -111,6 +111,7 @@ class AttentionProblem:
     kv_shift: bool = False
     needs_grad: bool = False
     bias_grad: bool = False
+    rel_bias_grad: bool = False
     return_lse: bool = False
     return_probs: bool = False
     max_scores: bool = False
@@ -413,6 +414,7 @@ FEATURES = {
     "split_kv": "forced split of the keys (num_splits > 1)",
     "backward": "a later backward",
     "bias_grad": "gradient of the bias",
+    "rel_bias_grad": "gradient of the bias by relative position",
     "deterministic": "deterministic backward",
     "unaligned": "bases or strides off 16 bytes",
     "uneven_rows": "batch strides of K or V that are no multiples of row strides, or 2^30 rows",
@@ -430,4 +432,4 @@ _FLAGS = (
     "q_offsets",
     "key_ranges",
 )
-_FLAGS += ("block_mask", "return_lse", "return_probs", "max_scores", "bias_grad")
+_FLAGS += ("block_mask", "return_lse", "return_probs", "max_scores", "bias_grad", "rel_bias_grad")

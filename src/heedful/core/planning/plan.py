@@ -334,8 +334,7 @@ def _configs(
     # These tiles are of probabilities from the log-sum-exp, for tests and for gradients of biases.
     if "portable.scores" in kernels:
         triton = kernels.pop("portable.scores")
-        of_biases = problem.bias_grad or (problem.rel_bias and problem.needs_grad)
-        if problem.return_probs or of_biases:
+        if problem.return_probs or problem.bias_grad or problem.rel_bias_grad:
             kernels["portable.scores"] = triton
     rows = {
         kernel: configs.choose(kernel, _as_seen(kernel, problem, forward), device)

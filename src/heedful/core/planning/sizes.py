@@ -470,7 +470,7 @@ def _backward(plan: "Plan", problem: AttentionProblem, stored_k: int) -> Sizes:
     if problem.key_ranges:
         entries = problem.heads_q * seen_entries(problem, queries.block_m)
         workspaces.append(Workspace.of("seen_keys", entries, 8, dtype="int32"))
-    if problem.rel_bias:
+    if problem.rel_bias_grad:
         windows = ceil_div(problem.seqlen_q + problem.seqlen_k, DIAGONAL_SUMS.rows)
         columns = windows * DIAGONAL_SUMS.rows
         sums = Workspace.of("diagonal_sums", DIAGONAL_PARTS, problem.heads_q, columns)

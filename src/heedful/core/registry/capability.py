@@ -226,7 +226,7 @@ _OF_DECODE = frozenset(
 _OF_HOPPER = frozenset(
     {"causal", "window", "first_keys", "diagonal", "sink", "softcap", "alibi", "bias", "rel_bias"}
     | {"dropout", "varlen", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
-    | {"head_dims_differ", "return_lse", "split_kv", "backward", "bias_grad"}
+    | {"head_dims_differ", "return_lse", "split_kv", "backward", "bias_grad", "rel_bias_grad"}
     | {"deterministic", "key_ranges", "block_mask", "max_scores", "q_offsets"}
 )
 _OF_HOPPER_DECODE = frozenset(

@@ -65,7 +65,7 @@ def blocks_without_scores(problem: AttentionProblem, device: DeviceSpec) -> str 
     """The kernels of all scores visit every tile, and look for none in a list."""
     if problem.block_mask and problem.bias_grad:
         return "the gradient of a bias beside a block mask"
-    if problem.block_mask and problem.rel_bias and problem.needs_grad:
+    if problem.block_mask and problem.rel_bias_grad:
         return "the gradient of a bias by relative position beside a block mask"
     if problem.block_mask and problem.return_probs:
         return "returned probabilities beside a block mask"
@@ -74,7 +74,7 @@ def blocks_without_scores(problem: AttentionProblem, device: DeviceSpec) -> str 
 
 def one_diagonal_of_bias(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     """Gradients of a bias by relative position are summed along diagonals of all sequences."""
-    if problem.rel_bias and problem.q_offsets:
+    if problem.rel_bias_grad and problem.q_offsets:
         return "the gradient of a bias by relative position beside a diagonal of each sequence"
     return None
 

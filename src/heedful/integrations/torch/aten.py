@@ -440,7 +440,8 @@ def _new_backward(query, key, value, out, lse, dout, dropout_p, state, facts, ke
     options = _options(dropout_p, scale, causal, window, deterministic, True)
     seed = _seed(state) if dropout_p else None
     laid_out = not (rows_first or all([_in_order(x) for x in (q, k, v)]))
-    call = new_operands(q=q, k=k, v=v), options, (dout, None, out, lse), seed, False, laid_out
+    saved, asked = (dout, None, out, lse), (False, False)
+    call = new_operands(q=q, k=k, v=v), options, saved, seed, asked, laid_out
     grads = eager(*call)[:3]
     if not dropout_p and k.shape[1] == key.shape[2]:
         bound, tensors = CALLS.latest.get(known_as(*call)), (q, k, v, out, lse, dout)

@@ -47,6 +47,7 @@ def attention_backward(
     dropout_seed: ArrayLike | None = None,
     dropout_origin: Sequence[int] | Array = WHOLE,
     bias_grad: bool = True,
+    rel_bias_grad: bool = True,
     backend: str | None = None,
 ) -> Gradients:
     """The gradients of sum(out * dout) + sum(lse * dlse) with respect to the inputs of a call of
@@ -65,10 +66,12 @@ def attention_backward(
             block_table come with it alone, leftpad_k without it.
         dropout_seed: the seed that the call had; required if dropout_p > 0.
         bias_grad: whether the gradient of a bias is computed; a bool bias has none.
+        rel_bias_grad: whether that of rel_bias is.
 
     Returns:
         A named tuple (dq, dk, dv, dbias, dsink, drel_bias), each in the shape and dtype of its
-        input; the last three are None where there is no such input, dbias also without bias_grad.
+        input; the last three are None where there is no such input, dbias also without bias_grad,
+        drel_bias without rel_bias_grad.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -109,4 +112,4 @@ def attention_backward(
         **block_operands(block_mask, q, k, longest=longest),
     )
     saved = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
-    return differentiate(x, options, saved, dropout_seed, bias_grad)
+    return differentiate(x, options, saved, dropout_seed, bias_grad, rel_bias_grad)

@@ -88,9 +88,10 @@ def _dense_backward(plan: Plan, x: Operands, origin: Array | None, saved: list[A
     made = {f"d{name}": specs[name] for name in "qkv"}
     if problem.bias_grad:
         made["dbias"] = _spec(x.bias)
-    for name in ("sink", "rel_bias"):
-        if name in specs:
-            made[f"d{name}"] = specs[name]
+    if problem.sink:
+        made["dsink"] = specs["sink"]
+    if problem.rel_bias_grad:
+        made["drel_bias"] = specs["rel_bias"]
     made = {name: ArraySpec.contiguous(spec.shape, spec.dtype) for name, spec in made.items()}
     done = run(_program(plan, "backward", specs | made), plan.device.arch, arrays, made, "backward")
     return Gradients(*(done.get(name) for name in Gradients._fields))

@@ -262,13 +262,12 @@ def backward(
     origin: Array | None = None,
 ) -> Gradients:
     """Gradients of the inputs from those of out and lse (None is zero), in the dtypes and shapes of
-    the inputs; with dbias if problem.bias_grad."""
+    the inputs; with dbias if problem.bias_grad, drel_bias if problem.rel_bias_grad."""
     p = problem
     wide = (jnp.zeros(t.shape, jnp.float32) for t in x[:3])
     dbias = jnp.zeros(x.bias.shape, jnp.float32) if p.bias_grad else None
-    dsink, drel_bias = (
-        None if t is None else jnp.zeros(t.shape, jnp.float32) for t in (x.sink, x.rel_bias)
-    )
+    drel_bias = jnp.zeros(x.rel_bias.shape, jnp.float32) if p.rel_bias_grad else None
+    dsink = None if x.sink is None else jnp.zeros(x.sink.shape, jnp.float32)
     state = (*wide, dbias, dsink, drel_bias)
     if p.batch and p.seqlen_q and x.q.size:
         by = _softmax(p, x, lse, origin)

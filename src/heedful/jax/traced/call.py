@@ -67,7 +67,7 @@ def run(x: Operands, options: Options, seed: Any = None) -> tuple:
 
 
 def _checked(
-    x: Operands, options: Options, seed: Any, grad: tuple[bool, bool] = (False, False)
+    x: Operands, options: Options, seed: Any, grad: tuple[bool, bool, bool] = (False, False, False)
 ) -> tuple[AttentionProblem, Operands, Options, Array | None]:
     """The problem of a call, its adapted arrays, its options and a traced dropout_origin. grad: as
     in AttentionCall. Raises TypeError or ValueError."""
@@ -88,7 +88,12 @@ def _checked(
 
 
 def differentiate(
-    x: Operands, options: Options, saved: dict[str, Any], seed: Any, bias_grad: Any
+    x: Operands,
+    options: Options,
+    saved: dict[str, Any],
+    seed: Any,
+    bias_grad: Any,
+    rel_bias_grad: Any,
 ) -> Gradients:
     """The gradients of a call. saved: dout, dlse, out, lse by name. Raises TypeError or ValueError
     naming the argument."""
@@ -104,12 +109,14 @@ def differentiate(
             )
     bias, sink = x.bias, x.sink
     bias_grad = plain_flag("bias_grad", bias_grad) and bias is not None and bias.dtype != bool
-    problem, x, options, origin = _checked(x, options, seed, (True, bias_grad))
+    rel_bias_grad = plain_flag("rel_bias_grad", rel_bias_grad) and x.rel_bias is not None
+    grad = True, bias_grad, rel_bias_grad
+    problem, x, options, origin = _checked(x, options, seed, grad)
     specs = {name: None if array is None else array_spec(array) for name, array in saved.items()}
     check_results(problem, **specs)
     arrays = {n: None if array is None else jnp.asarray(array) for n, array in saved.items()}
     x, origin, arrays = sharding.alike((x, origin, arrays))
-    asked = Static((), options, True, bias_grad)
+    asked = Static((), options, *grad)
     grads = primitives.backward(x, origin, **arrays, asked=asked)
     if sink is not None:
         grads = grads._replace(dsink=grads.dsink.astype(sink.dtype))
@@ -135,7 +142,10 @@ def specs_of(x: Operands) -> Operands:
 
 
 def check_call(
-    x: Operands, options: Options, seed: Array | None, grad: tuple[bool, bool] = (False, False)
+    x: Operands,
+    options: Options,
+    seed: Array | None,
+    grad: tuple[bool, bool, bool] = (False, False, False),
 ) -> AttentionProblem:
     """The problem of a call. grad: as in AttentionCall. Raises TypeError or ValueError."""
     return describe(AttentionCall(specs_of(x._replace(seed=seed)), options, *grad))
@@ -192,23 +202,26 @@ def _forward(asked: Static, differentiable, rest, origin):
                 f"{name} must not require a gradient, as none is computed for it, got one that does"
                 f" (pass jax.lax.stop_gradient({name}))"
             )
-    bias_grad = bool(perturbed[0].bias)
+    bias_grad, rel_bias_grad = bool(perturbed[0].bias), bool(perturbed[0].rel_bias)
     x = rest._replace(**differentiable._asdict())
-    asked = asked._replace(needs_grad=True, bias_grad=bias_grad)
+    grad = {"needs_grad": True, "bias_grad": bias_grad, "rel_bias_grad": rel_bias_grad}
+    asked = asked._replace(**grad)
     out, lse, *probs = primitives.forward(x, origin, asked)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     # A tuple without items has no arrays: it tells the backward without being one.
-    kept = x, origin, out, lse, () if bias_grad else None
+    kept = x, origin, out, lse, *(() if is_asked else None for is_asked in grad.values())
     return _returned(asked.options, (out, lse, *probs)), kept
 
 
 def _backward(asked: Static, kept, cotangents):
-    x, origin, out, lse, bias_grad = kept
+    x, origin, out, lse, *grad = kept
     dout, dlse = (*(None if _is_zero(c) else c for c in cotangents), None)[:2]
     if dout is None and dlse is None:
         return None, None, None
     dout = jnp.zeros(out.shape, out.dtype) if dout is None else dout
-    asked = asked._replace(needs_grad=True, bias_grad=bias_grad is not None)
+    names = ("needs_grad", "bias_grad", "rel_bias_grad")
+    is_asked = [flag is not None for flag in grad]
+    asked = asked._replace(**dict(zip(names, is_asked, strict=True)))
     grads = primitives.backward(x, origin, out, lse, dout, dlse, asked)
     return Differentiable(*grads), None, None
 

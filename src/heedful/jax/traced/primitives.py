@@ -30,14 +30,15 @@ class Static(NamedTuple):
     """The static facts of a primitive's call, beside its arrays.
 
     names: of its arrays in order: operands, "origin" if that is an array, and of a backward those
-    of SAVED. needs_grad, bias_grad: as AttentionCall's. keeps_rest: as AttentionProblem's,
-    whatever the platform.
+    of SAVED. needs_grad, bias_grad, rel_bias_grad: as AttentionCall's. keeps_rest: as
+    AttentionProblem's, whatever the platform.
     """
 
     names: tuple[str, ...]
     options: Options
     needs_grad: bool = False
     bias_grad: bool = False
+    rel_bias_grad: bool = False
     keeps_rest: bool = False
 
     def named(self, arrays) -> dict[str, Any]:
@@ -52,7 +53,8 @@ class Static(NamedTuple):
 @lru_cache(4096)
 def _problem_of(specs: Operands, static: Static) -> AttentionProblem:
     """The problem of operands with these ArraySpecs."""
-    problem_ = describe(AttentionCall(specs, static.options, static.needs_grad, static.bias_grad))
+    asked = static.needs_grad, static.bias_grad, static.rel_bias_grad
+    problem_ = describe(AttentionCall(specs, static.options, *asked))
     return replace(problem_, keeps_rest=static.keeps_rest)
 
 
@@ -82,7 +84,7 @@ def backward(x: Operands, origin: Array | None, out, lse, dout, dlse, asked: Sta
     static = asked._replace(names=tuple(by_name))
     grads = list(backward_p.bind(*by_name.values(), static=static))
     dq, dk, dv = grads[:3]
-    drel_bias = grads.pop() if x.rel_bias is not None else None
+    drel_bias = grads.pop() if asked.rel_bias_grad else None
     dsink = grads.pop() if x.sink is not None else None
     return Gradients(dq, dk, dv, grads[3] if asked.bias_grad else None, dsink, drel_bias)
 
@@ -117,7 +119,7 @@ def _forward_type(*types, static: Static):
 def _backward_type(*types, static: Static):
     by_name = static.named(types)
     wanted = ["q", "k", "v"] + ["bias"] * static.bias_grad
-    wanted += [name for name in ("sink", "rel_bias") if name in by_name]
+    wanted += ["sink"] * ("sink" in by_name) + ["rel_bias"] * static.rel_bias_grad
     return [_result(by_name[name].shape, by_name[name].dtype, types) for name in wanted]
 
 
@@ -134,7 +136,7 @@ def _batched(primitive, arrays, dims, *, static: Static):
     }
     of_entry = Operands(*(shapes.get(name) for name in Operands._fields))
     # Gradients of a sink or a bias sum over the batch, which must not join another's.
-    summed = "sink" in shapes or "rel_bias" in shapes or static.bias_grad
+    summed = "sink" in shapes or static.rel_bias_grad or static.bias_grad
     alone = primitive is backward_p and summed
     flags = [mapped.get(name, False) for name in Operands._fields]
     if alone or "origin" in shapes or not joins(of_entry, flags, static.options):
@@ -233,7 +235,7 @@ _RESULTS = {
         ["dq", "dk", "dv"]
         + ["dbias"] * static.bias_grad
         + ["dsink"] * facts.sink
-        + ["drel_bias"] * facts.rel_bias
+        + ["drel_bias"] * static.rel_bias_grad
     ),
 }
 

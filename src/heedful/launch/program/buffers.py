@@ -110,7 +110,7 @@ def backward(problem: AttentionProblem) -> Buffers:
         buffers["dbias"] = buffers["bias"]
     if problem.sink:
         buffers["dsink"] = buffers["sink"]
-    if problem.rel_bias:
+    if problem.rel_bias_grad:
         buffers["drel_bias"] = buffers["rel_bias"]
     return buffers
 

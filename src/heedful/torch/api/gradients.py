@@ -65,6 +65,7 @@ def attention_backward(
     dropout_seed: int | Tensor | None = None,
     dropout_origin: Sequence[int] | Tensor = WHOLE,
     bias_grad: bool = True,
+    rel_bias_grad: bool = True,
     backend: str | None = None,
     into: Sequence[Tensor] | None = None,
     accumulate: Sequence[Tensor] | None = None,
@@ -86,6 +87,7 @@ def attention_backward(
             block_table come with it alone, leftpad_k without it.
         dropout_seed: the seed that the call had; required if dropout_p > 0.
         bias_grad: whether the gradient of a bias is computed; a bool bias has none.
+        rel_bias_grad: whether that of rel_bias is.
         into: tensors (dq, dk, dv) to write into: as q, k and v, of any strides with a contiguous
             last dim.
         accumulate: float32 tensors (dq, dk, dv), to which these gradients are added, once they are
@@ -93,7 +95,8 @@ def attention_backward(
 
     Returns:
         A named tuple (dq, dk, dv, dbias, dsink, drel_bias), each in the shape and dtype of its
-        input; the last three are None where there is no such input, dbias also without bias_grad.
+        input; the last three are None where there is no such input, dbias also without bias_grad,
+        drel_bias without rel_bias_grad.
         The first three are those of `into` or `accumulate` where passed.
 
     Raises:
@@ -155,12 +158,13 @@ def attention_backward(
     saved = dout, dlse, out, lse
     is_asked = into is not None or accumulate is not None
     places = _check_places(x, into, accumulate) if is_asked else None
+    asked = bias_grad, rel_bias_grad
     if dispatched or wants_gradients((*x, *saved)):
-        grads = library.differentiate(x, options, saved, dropout_seed, bias_grad)
+        grads = library.differentiate(x, options, saved, dropout_seed, asked)
     elif into is not None:
-        return _into(x, options, saved, dropout_seed, bias_grad, tuple(into))
+        return _into(x, options, saved, dropout_seed, asked, tuple(into))
     else:
-        grads = eager(x, options, saved, dropout_seed, bias_grad)
+        grads = eager(x, options, saved, dropout_seed, asked)
     return grads if places is None else _put(grads, places, accumulate is not None)
 
 
@@ -192,37 +196,39 @@ def _put(grads: Gradients, places: tuple[Tensor, ...], adds: bool) -> Gradients:
     return grads._replace(dq=places[0], dk=places[1], dv=places[2])
 
 
-def _into(x: Operands, options: Options, saved, seed, bias_grad: bool, places: tuple) -> Gradients:
+def _into(x: Operands, options: Options, saved, seed, asked: tuple, places: tuple) -> Gradients:
     """`eager` that writes dq, dk and dv into these tensors."""
     dout, dlse, out, lse = saved
     # Parts of a step differ in shapes alone.
     shapes = x.q.shape, x.k.shape
-    last_key = "into", shapes, known_as(x, options, saved, seed, bias_grad)
+    last_key = "into", shapes, known_as(x, options, saved, seed, asked)
     call = CALLS.latest.get(last_key)
     if call is not None and (dlse is None or _lies_as(dlse, lse)):
         kept = *call.backwards.pick(x if call.plain else call.seeded(x, seed)), out, lse
         grads = write(call.backwards, kept, dout, dlse, places, is_like=True)
         if grads is not None:
             return library.own_gradients(grads, x)
-    grads = library.differentiate(x, options, saved, seed, bias_grad, last_key, places=places)
+    grads = library.differentiate(x, options, saved, seed, asked, last_key, places=places)
     return grads if grads.dq is places[0] else _put(grads, places, False)
 
 
-def known_as(x: Operands, options: Options, saved: tuple, seed, bias_grad, laid_out=False) -> tuple:
+def known_as(
+    x: Operands, options: Options, saved: tuple, seed, asked: tuple, laid_out=False
+) -> tuple:
     """Where `eager` keeps the last such call in `CALLS.latest`."""
-    types = map(type, (*options[NUMBERS], *x, *saved, seed, bias_grad))
-    return "backward", options, bias_grad, laid_out, *types
+    types = map(type, (*options[NUMBERS], *x, *saved, seed, *asked))
+    return "backward", options, asked, laid_out, *types
 
 
 def eager(
-    x: Operands, options: Options, saved: tuple, seed, bias_grad: bool, laid_out: bool = False
+    x: Operands, options: Options, saved: tuple, seed, asked: tuple, laid_out: bool = False
 ) -> Gradients:
     """The gradients of a call that no transform or tracer sees. saved: dout, dlse, out, lse.
-    laid_out: as in Backwards."""
+    asked: bias_grad and rel_bias_grad. laid_out: as in Backwards."""
     dout, dlse, out, lse = saved
     last_key, call = None, None
     try:
-        last_key = known_as(x, options, saved, seed, bias_grad, laid_out)
+        last_key = known_as(x, options, saved, seed, asked, laid_out)
         # If tensors are like those of the last such call, no key is made.
         call = CALLS.latest.get(last_key)
     except TypeError:
@@ -234,7 +240,7 @@ def eager(
         grads = call.backwards.like_latest(tensors, dlse, 2 if laid_out else int(dlse is not None))
         if grads is not None:
             return library.own_gradients(grads, x)
-    return library.differentiate(x, options, saved, seed, bias_grad, last_key, laid_out)
+    return library.differentiate(x, options, saved, seed, asked, last_key, laid_out)
 
 
 def _lies_as(dlse: Tensor, lse: Tensor) -> bool:

@@ -299,7 +299,7 @@ class CacheCall:
             "v_in_k": lies_in(x.v, x.k),
             "keeps_rest": before is not None and keeps_rest(x.q),
         }
-        self.attention = Call(part, part_options, (False, False), whole_out, **facts)
+        self.attention = Call(part, part_options, (False, False, False), whole_out, **facts)
         self.prefix: Prefix | None = None
         if before is not None:
             self.prefix = Prefix(x.q, before, options, problem, asked.sink, out)

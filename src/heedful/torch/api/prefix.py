@@ -53,7 +53,9 @@ class Prefix:
         """q: as attention gets it. problem, options: those of the whole call. Raises as Call."""
         dense = options._replace(kind="dense", causal=False, return_lse=True)
         self.merge, on_gpu = None, keeps_rest(q)
-        self.call = Call(_operands(q, prefix), dense, (False, False), None, keeps_rest=on_gpu)
+        self.call = Call(
+            _operands(q, prefix), dense, (False, False, False), None, keeps_rest=on_gpu
+        )
         if on_gpu:
             self.merge = _device_merge(problem, sink, out, q.device)
 
@@ -160,7 +162,7 @@ def prefixed(x: Operands, options: Options, prefix: tuple[Tensor, Tensor]) -> tu
     through the dispatcher. x: includes the sink."""
     if has_shards((*prefix, *x)):
         raise no_shards("flash_attn_with_kvcache")
-    return torch.ops.heedful.prefixed_attention_v8.default(*prefix, *x, *options)
+    return torch.ops.heedful.prefixed_attention_v9.default(*prefix, *x, *options)
 
 
 class Prefixed:
@@ -173,7 +175,9 @@ class Prefixed:
         update = CacheUpdate(shared_prefix=prefix)
         problem = check_cache(*cache_call(x, options, update, None))
         part, part_options = attention_part(x, options, update)
-        self._attention = Call(part, part_options, (False, False), None, keeps_rest=keeps_rest(x.q))
+        self._attention = Call(
+            part, part_options, (False, False, False), None, keeps_rest=keeps_rest(x.q)
+        )
         self._prefix = Prefix(x.q, prefix, options, problem, x.sink, None)
 
     def __call__(self, x: Operands, prefix: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -214,6 +218,6 @@ def _prefixed_fake(k, v, *args):
     )
 
 
-LIBRARY.impl("prefixed_attention_v8", _prefixed, "CompositeExplicitAutograd")
-register_fake("prefixed_attention_v8", _prefixed_fake)
-torch.library.register_vmap("heedful::prefixed_attention_v8", prefixed_vmap)
+LIBRARY.impl("prefixed_attention_v9", _prefixed, "CompositeExplicitAutograd")
+register_fake("prefixed_attention_v9", _prefixed_fake)
+torch.library.register_vmap("heedful::prefixed_attention_v9", prefixed_vmap)

@@ -290,7 +290,7 @@ class GpuBackward:
         if dlse is not None:
             tensors["dlse"] = dlse
         tensors |= zip(Gradients._fields, into, strict=False)
-        self._others = x.sink is not None, x.rel_bias is not None, [None] * len(into)
+        self._others = x.sink is not None, plan.problem.rel_bias_grad, [None] * len(into)
         names = ["dq", "dk", "dv"] * (not into) + ["dbias"] * plan.problem.bias_grad
         names += ["dsink"] * self._others[0] + ["drel_bias"] * self._others[1]
         kind, values = of_call(plan.problem, tensors)

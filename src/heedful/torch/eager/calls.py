@@ -49,6 +49,7 @@ from heedful.torch.eager.saved import Backwards
 from heedful.torch.operands.adapt import adapt, adaptations, autocast, bias_gradient, cast_steps
 from heedful.torch.operands.apart import Apart
 from heedful.torch.operands.checks import (
+    Grads,
     attention_call,
     check_constants,
     check_seed,
@@ -121,7 +122,7 @@ class Call:
         self,
         x: Operands,
         options: Options,
-        grad: tuple[bool, bool],
+        grad: Grads,
         out,
         seed=None,
         v_in_k: bool = False,
@@ -420,9 +421,7 @@ def _find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[_Fo
         return (None, None), None
 
 
-def make(
-    key, x: Operands, options: Options, grad: tuple[bool, bool], out=None, seed=None, base=None
-) -> Call:
+def make(key, x: Operands, options: Options, grad: Grads, out=None, seed=None, base=None) -> Call:
     """Checks, plans and binds a call, and keeps it if it has a key. base: the key in `LATEST`; None
     if such calls have none."""
     is_common = key is not None and out is None and seed is None and not options.dropout_p
@@ -432,7 +431,7 @@ def make(
     return call
 
 
-def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) -> Call | None:
+def _of_kind(x: Operands, options: Options, grad: Grads, base=None) -> Call | None:
     """The call, if it belongs to a kind whose calls differ in lengths alone, and which may be
     checked and planned already. None if it does not: on a CPU, and with adapted operands. base: the
     key in `LATEST`."""

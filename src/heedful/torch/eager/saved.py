@@ -118,18 +118,18 @@ class Backwards:
         if is_dispatched:
             for name, tensor in zip((*self.names, "dout", "dlse"), (*tensors, dlse), strict=True):
                 check_bare(name, tensor)
+        problem = self.runner.problem
+        asked = problem.bias_grad, problem.rel_bias_grad
         x, options = self.operands(saved), self._options
         if options.kind == "varlen":
-            problem = self.runner.problem
             longest = {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}
             options = options._replace(**longest)
-        bias_grad = self.runner.problem.bias_grad
-        dq, dk, dv, *more = torch.ops.heedful.attention_v8_backward.default(
-            dout, dlse, *saved[-2:], *x, *options, bias_grad, kv_grad
+        dq, dk, dv, *more = torch.ops.heedful.attention_v9_backward.default(
+            dout, dlse, *saved[-2:], *x, *options, *asked, kv_grad
         )
         if not kv_grad:
             dk = dv = None
-        wanted = bias_grad, x.sink is not None, x.rel_bias is not None
+        wanted = asked[0], x.sink is not None, asked[1]
         others = [grad if is_wanted else None for grad, is_wanted in zip(more, wanted, strict=True)]
         return Gradients(dq, dk, dv, *others)
 

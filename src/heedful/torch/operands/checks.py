@@ -22,19 +22,21 @@ from heedful.torch.operands.apart import cache_values
 FLOATS = tuple(getattr(torch, name) for name in describe.FLOATS)
 # Operands of floating point that have no gradient.
 CONSTANTS = ("alibi_slopes", *SCALES)
+# Whether a call is recorded, and whether it will want the gradients of bias and rel_bias.
+Grads = tuple[bool, bool, bool]
 
 
 def attention_call(
     x: Operands,
     options: Options,
-    grad: tuple[bool, bool],
+    grad: Grads,
     out: Tensor | None = None,
     seed: Any = None,
     spec: Callable[[Tensor], ArraySpec] = array_spec,
 ) -> AttentionCall:
     """A call for `core.call.describe`, after a check that its operands are tensors. x: the caller's
     tensors. out: the tensor to write, if any. grad: whether autograd records this call, and whether
-    it will want the bias's gradient. spec: `abstract_spec` for fake tensors.
+    it will want the gradients of bias and rel_bias. spec: `abstract_spec` for fake tensors.
 
     Raises TypeError or ValueError.
     """
@@ -49,7 +51,7 @@ def attention_call(
         check_own_out(out, x.q)
         place = spec(out)
     specs = Operands._make([None if tensor is None else spec(tensor) for tensor in x])
-    return AttentionCall(specs, options, *grad, place)
+    return AttentionCall(specs, options, *grad, out=place)
 
 
 def cache_call(
@@ -63,7 +65,7 @@ def cache_call(
     update of ArraySpecs; its length is an int, a tensor or None."""
     if has_shards(cache_values(x, update, out)):
         raise no_shards("flash_attn_with_kvcache")
-    call = attention_call(x, options, (False, False), out, spec=spec)
+    call = attention_call(x, options, (False, False, False), out, spec=spec)
     specs: dict[str, Any] = {}
     for name, value in update._asdict().items():
         if isinstance(value, Tensor) or (value is not None and name in _TENSORS):
@@ -125,11 +127,12 @@ def requires_gradients(x: Operands) -> bool:
     )
 
 
-def gradients_wanted(x: Operands) -> tuple[bool, bool]:
-    """Whether autograd records a call of these operands, and whether of its bias."""
+def gradients_wanted(x: Operands) -> Grads:
+    """Whether autograd records a call of these operands, of its bias, and of its rel_bias."""
     if not torch.is_grad_enabled() or not requires_gradients(x):
-        return False, False
-    return True, isinstance(x.bias, Tensor) and x.bias.requires_grad
+        return False, False, False
+    of_bias = isinstance(x.bias, Tensor) and x.bias.requires_grad
+    return True, of_bias, isinstance(x.rel_bias, Tensor) and x.rel_bias.requires_grad
 
 
 def wanting(x: Operands) -> str:

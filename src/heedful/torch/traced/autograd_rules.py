@@ -26,25 +26,25 @@ from heedful.torch.traced.private import (
 
 @untraced
 def attention_autograd(run, keyset, *args):
-    """The rule of heedful::attention_v8, which `run` computes."""
-    return _differentiable(Attention, run, torch.ops.heedful.attention_v8.default, keyset, args)
+    """The rule of heedful::attention_v9, which `run` computes."""
+    return _differentiable(Attention, run, torch.ops.heedful.attention_v9.default, keyset, args)
 
 
 @untraced
 def backward_autograd(run, keyset, *args):
-    """The rule of heedful::attention_v8_backward, which `run` computes."""
-    op = torch.ops.heedful.attention_v8_backward.default
+    """The rule of heedful::attention_v9_backward, which `run` computes."""
+    op = torch.ops.heedful.attention_v9_backward.default
     return _differentiable(Backward, run, op, keyset, args)
 
 
 def inference_autograd(op, options: Options, args: tuple):
-    """The rule of an overload of heedful::inference_v8 under transforms and tracers. options: those
+    """The rule of an overload of heedful::inference_v9 under transforms and tracers. options: those
     of this call. args: all its arguments.
     """
     _refuse_tangents(args)
     if not wants_gradients(args):
         return below_autograd(op, args)
-    return torch.ops.heedful.attention_v8.default(*Operands(*args[:3]), *options, True)[0]
+    return torch.ops.heedful.attention_v9.default(*Operands(*args[:3]), *options, True)[0]
 
 
 def _differentiable(function: type[OneLevelFunction], run, op, keyset, args: tuple):
@@ -88,8 +88,9 @@ class Attention(OneLevelFunction):
         out, lse, *x = ctx.saved_tensors
         needs = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=False))
         dout = torch.zeros_like(out) if dout is None else dout
-        dq, dk, dv, dbias, dsink, drel_bias = torch.ops.heedful.attention_v8_backward.default(
-            dout, dlse, out, lse, *x, *ctx.options, needs["bias"], needs["k"] or needs["v"]
+        asked = needs["bias"], needs["rel_bias"], needs["k"] or needs["v"]
+        dq, dk, dv, dbias, dsink, drel_bias = torch.ops.heedful.attention_v9_backward.default(
+            dout, dlse, out, lse, *x, *ctx.options, *asked
         )
         grads = Operands(dq, dk, dv, bias=dbias, sink=dsink, rel_bias=drel_bias)
         wanted = (grad if needs[name] else None for name, grad in grads._asdict().items())

@@ -1,5 +1,5 @@
 """The same calls as operators of torch's dispatcher: for torch.compile, functorch transforms, fake
-tensors and subclasses. `torch.ops.heedful.attention_v8` and its backward share validation, planning
+tensors and subclasses. `torch.ops.heedful.attention_v9` and its backward share validation, planning
 and runners with the eager path; this file only describes them to the dispatcher.
 """
 
@@ -71,13 +71,13 @@ _OPTIONS = ", ".join(f"{_TYPES[name]} {name}" for name in Options._fields)
 # needs another name. So do the operators whose code calls attention, which are of its number.
 LIBRARY = torch.library.Library("heedful", "DEF")
 _SCHEMAS = (
-    f"attention_v8({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
+    f"attention_v9({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
     " -> (Tensor out, Tensor lse, Tensor more)",
-    f"attention_v8_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS},"
-    f" {_OPTIONS}, bool bias_grad, bool kv_grad)"
+    f"attention_v9_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS},"
+    f" {_OPTIONS}, bool bias_grad, bool rel_bias_grad, bool kv_grad)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink, Tensor drel_bias)",
     # A cache that is not extended, and a prefix before it: see api/prefix.py.
-    f"prefixed_attention_v8(Tensor k_prefix, Tensor v_prefix, {_OPERANDS}, {_OPTIONS})"
+    f"prefixed_attention_v9(Tensor k_prefix, Tensor v_prefix, {_OPERANDS}, {_OPTIONS})"
     " -> (Tensor out, Tensor lse)",
     # A second derivative, which raises when it is computed: it can be traced where it is not
     # wanted.
@@ -87,8 +87,8 @@ _SCHEMAS = (
     # Dense attention of which only the output is wanted. The dispatcher's time for each argument is
     # a tenth of a call's. So inference does not pass 34 arguments, and only four if all others have
     # their defaults.
-    "inference_v8(Tensor q, Tensor k, Tensor v, bool causal=False) -> Tensor out",
-    "inference_v8.options(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal,"
+    "inference_v9(Tensor q, Tensor k, Tensor v, bool causal=False) -> Tensor out",
+    "inference_v9.options(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal,"
     " int[] window_size, float softcap, int num_splits, str? backend) -> Tensor out",
 )
 for _schema in _SCHEMAS:
@@ -106,7 +106,7 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
             take_shards()
     if x is None:
         if out is None and seed is None and is_compiling() and _is_usual(q, k, v, options):
-            return torch.ops.heedful.inference_v8.default(q, k, v, options.causal)
+            return torch.ops.heedful.inference_v9.default(q, k, v, options.causal)
         x = Operands(q, k, v)
     check_tensors(x, options)
     plain, seed = plain_options(options), plain_seed(seed, x.q.device)
@@ -117,7 +117,7 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
     if device != "meta" and torch.is_autocast_enabled(device):
         q, k, v, bias = autocast((x.q, x.k, x.v, x.bias), device)
         x = x._replace(q=q, k=k, v=v, bias=bias)
-    wants_grad, _ = gradients_wanted(x)
+    wants_grad, *_ = gradients_wanted(x)
     if torch.is_grad_enabled():
         check_constants(x)
     if plain.dropout_p > 0:
@@ -129,8 +129,8 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
         check_own_out(out, x.q, wants_grad)
         check_out(*map(abstract_spec, (out, x.q, x.v)))
     if out is None and not wants_grad and _is_bare(x, plain):
-        return torch.ops.heedful.inference_v8.options(*x[:3], *_inference_arguments(plain))
-    result, lse, probs = torch.ops.heedful.attention_v8.default(*x, *plain, wants_grad)
+        return torch.ops.heedful.inference_v9.options(*x[:3], *_inference_arguments(plain))
+    result, lse, probs = torch.ops.heedful.attention_v9.default(*x, *plain, wants_grad)
     if out is not None:
         if out.dtype != result.dtype:
             # A copy would not have what rounding took.
@@ -144,13 +144,14 @@ def differentiate(
     options: Options,
     saved: tuple,
     seed,
-    bias_grad,
+    asked: tuple,
     known_as: Any = None,
     laid_out: bool = False,
     places: tuple[Tensor, ...] = (),
 ) -> Gradients:
     """The gradients of a call, through the dispatcher if a tracer or transform must see it. saved:
-    the caller's dout, dlse, out, lse. seed: dropout_seed. known_as: the options under which the
+    the caller's dout, dlse, out, lse. seed: dropout_seed. asked: bias_grad and rel_bias_grad, as
+    the caller gave them. known_as: the options under which the
     call is kept, if it runs at once. laid_out: as in Backwards, for such a call alone.
     places: dq, dk and dv that such a call writes. Raises TypeError or ValueError naming the
     argument.
@@ -159,7 +160,7 @@ def differentiate(
     check_tensors(x, options)
     device = x.q.device
     plain, seed = plain_options(options), plain_seed(seed, device)
-    bias_grad = plain_flag("bias_grad", bias_grad) and _has_gradient(x.bias)
+    asked = plain_asked(x, *asked)
     for name, tensor in zip(_SAVED, saved, strict=True):
         if tensor is not None or name != "dlse":
             check_tensor(name, tensor, device)
@@ -169,7 +170,7 @@ def differentiate(
         x = x._replace(seed=make_seed(seed, device))
     named = [*named_tensors(x, plain, None, None), *zip(_SAVED, saved, strict=True)]
     if known_as is not None and are_bare(named):
-        call = _call(x, plain, True, bias_grad)
+        call = _call(x, plain, True, asked)
         _check_saved(call.problem, saved)
         if call.checks:
             call.operands(x, x.seed)
@@ -178,12 +179,18 @@ def differentiate(
     if has_parts:
         take_shards()
     if not is_compiling():
-        _check_saved(_problem(x, plain, bias_grad), saved)
-    args = (*saved, *x, *plain, bias_grad, True)
-    dq, dk, dv, *more = torch.ops.heedful.attention_v8_backward.default(*args)
-    wanted = bias_grad, x.sink is not None, x.rel_bias is not None
+        _check_saved(_problem(x, plain, asked), saved)
+    args = (*saved, *x, *plain, *asked, True)
+    dq, dk, dv, *more = torch.ops.heedful.attention_v9_backward.default(*args)
+    wanted = asked[0], x.sink is not None, asked[1]
     pairs = zip(more, wanted, strict=True)
     return Gradients(dq, dk, dv, *(grad if is_wanted else None for grad, is_wanted in pairs))
+
+
+def plain_asked(x: Operands, bias_grad, rel_bias_grad) -> tuple[bool, bool]:
+    """Whether gradients of bias and rel_bias are computed: a bool bias has none."""
+    of_bias = plain_flag("bias_grad", bias_grad) and _has_gradient(x.bias)
+    return of_bias, plain_flag("rel_bias_grad", rel_bias_grad) and x.rel_bias is not None
 
 
 def _has_gradient(bias: Tensor | None) -> bool:
@@ -199,9 +206,9 @@ def _check_saved(problem: AttentionProblem, saved: tuple) -> None:
     check_results(problem, **dict(zip(_SAVED, specs, strict=True)))
 
 
-def _problem(x: Operands, options: Options, bias_grad: bool) -> AttentionProblem:
+def _problem(x: Operands, options: Options, asked: tuple[bool, bool]) -> AttentionProblem:
     """The problem of a backward whose tensors may have no memory."""
-    return check(attention_call(x, options, (True, bias_grad), spec=abstract_spec))
+    return check(attention_call(x, options, (True, *asked), spec=abstract_spec))
 
 
 def _gradients(
@@ -260,29 +267,32 @@ def _is_bare(x: Operands, options: Options) -> bool:
     return usual and all(t is None for t in x[3:])
 
 
-def _call(x: Operands, options: Options, needs_grad: bool, bias_grad: bool) -> Call:
-    """The call of these operands; the operator returns the lse whatever the caller reads."""
+def _call(
+    x: Operands, options: Options, needs_grad: bool, asked: tuple[bool, bool] = (False, False)
+) -> Call:
+    """The call of these operands, with gradients of bias and rel_bias where they are asked for; the
+    operator returns the lse whatever the caller reads."""
     options = options._replace(
         window_size=tuple(options.window_size),
         return_lse=True,
         dropout_origin=tuple(options.dropout_origin),
     )
-    key = ("op", options, needs_grad, bias_grad, tensor_keys(x))
+    key = ("op", options, needs_grad, asked, tensor_keys(x))
     call = CALLS.young.get(key) or CALLS.find(key)
-    return call or make(key, x, options, (needs_grad, bias_grad), seed=x.seed)
+    return call or make(key, x, options, (needs_grad, *asked), seed=x.seed)
 
 
 @untraced
 def _attention(*args):
     x, options, (needs_grad,) = split(args)
-    call = _call(x, options, needs_grad, False)
+    call = _call(x, options, needs_grad)
     out, lse, probs = call.forward(call.operands(x, x.seed), None)
     return out.contiguous(), lse, out.new_empty(0) if probs is None else probs
 
 
 def _attention_fake(*args):
     x, options, (needs_grad,) = split(args)
-    problem = check(attention_call(x, options, (needs_grad, False), spec=abstract_spec))
+    problem = check(attention_call(x, options, (needs_grad, False, False), spec=abstract_spec))
     out_dtype = getattr(torch, problem.out_dtype)
     return (
         x.q.new_empty(problem.out_shape, dtype=out_dtype),
@@ -293,7 +303,7 @@ def _attention_fake(*args):
     )
 
 
-# Arguments of heedful::inference_v8.options after v: all others have their defaults.
+# Arguments of heedful::inference_v9.options after v: all others have their defaults.
 _INFERENCE = ("softmax_scale", "causal", "window_size", "softcap", "num_splits", "backend")
 
 
@@ -313,14 +323,14 @@ def _usual_options(causal=False) -> Options:
     return _USUAL[causal]
 
 
-# By overload of inference_v8: what makes Options from its arguments after q, k and v.
-_OVERLOADS = {"inference_v8": _usual_options, "inference_v8.options": _inference_options}
+# By overload of inference_v9: what makes Options from its arguments after q, k and v.
+_OVERLOADS = {"inference_v9": _usual_options, "inference_v9.options": _inference_options}
 
 
 def _made(q, k, v, x: Operands, options: Options, out, seed):
     """The output for tensors that the dispatcher has resolved as far as it can. Raises
     ValueError."""
-    return Call(x, options, (False, False), None).forward(x)[0]
+    return Call(x, options, (False, False, False), None).forward(x)[0]
 
 
 @untraced
@@ -344,7 +354,7 @@ def _inference_autograd(op, options_of, q, k, v, *args):
 
 def _inference_fake(options_of, q, k, v, *args):
     x, options = Operands(q, k, v), options_of(*args)
-    problem = check(attention_call(x, options, (False, False), spec=abstract_spec))
+    problem = check(attention_call(x, options, (False, False, False), spec=abstract_spec))
     return q.new_empty(problem.out_shape, dtype=getattr(torch, problem.out_dtype))
 
 
@@ -355,8 +365,8 @@ def _inference_of_shards(options_of, op, args):
 
 @untraced
 def _backward(dout, dlse, out, lse, *args):
-    x, options, (bias_grad, kv_grad) = split(args)
-    call = _call(x, options, True, bias_grad)
+    x, options, (*asked, kv_grad) = split(args)
+    call = _call(x, options, True, (asked[0], asked[1]))
     grads = own_gradients(_gradients(call, x, (dout, dlse, out, lse), kv_grad), x)
     dk, dv = (g.contiguous() if kv_grad else x.q.new_empty(0) for g in grads[1:3])
     more = [x.q.new_empty(0) if grad is None else grad for grad in grads[3:]]
@@ -364,10 +374,10 @@ def _backward(dout, dlse, out, lse, *args):
 
 
 def _backward_fake(dout, dlse, out, lse, *args):
-    x, options, (bias_grad, kv_grad) = split(args)
-    _check_saved(_problem(x, options, bias_grad), (dout, dlse, out, lse))
+    x, options, (*asked, kv_grad) = split(args)
+    _check_saved(_problem(x, options, (asked[0], asked[1])), (dout, dlse, out, lse))
     empty = x.q.new_empty
-    others = x.bias if bias_grad else None, x.sink, x.rel_bias
+    others = x.bias if asked[0] else None, x.sink, x.rel_bias if asked[1] else None
     return (
         empty(x.q.shape),
         *(empty(t.shape if kv_grad else 0, dtype=t.dtype) for t in (x.k, x.v)),
@@ -398,8 +408,8 @@ def take_shards() -> None:
 @cache
 def _take_shards() -> None:
     rules = {
-        "attention_v8": sharded.attend,
-        "attention_v8_backward": sharded.differentiate,
+        "attention_v9": sharded.attend,
+        "attention_v9_backward": sharded.differentiate,
         "second_backward": lambda op, args: sharded.twice(op, *args),
         **{name: partial(_inference_of_shards, of) for name, of in _OVERLOADS.items()},
     }
@@ -424,20 +434,20 @@ def _autocasting(name: str, count: int, device_type: str):
 
 
 for _name, _kernel, _fake in (
-    ("attention_v8", _attention, _attention_fake),
-    ("attention_v8_backward", _backward, _backward_fake),
+    ("attention_v9", _attention, _attention_fake),
+    ("attention_v9_backward", _backward, _backward_fake),
     ("second_backward", _second_backward, _second_backward_fake),
     ("kept_seed", _kept_seed, torch.empty_like),
 ):
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     register_fake(_name, _fake)
-torch.library.register_vmap("heedful::attention_v8", attention_vmap)
-torch.library.register_vmap("heedful::attention_v8_backward", backward_vmap)
+torch.library.register_vmap("heedful::attention_v9", attention_vmap)
+torch.library.register_vmap("heedful::attention_v9_backward", backward_vmap)
 torch.library.register_vmap("heedful::kept_seed", seed_vmap)
 keep_result(torch.ops.heedful.kept_seed.default)
-LIBRARY.impl("attention_v8", partial(attention_autograd, _attention), "Autograd", with_keyset=True)
+LIBRARY.impl("attention_v9", partial(attention_autograd, _attention), "Autograd", with_keyset=True)
 LIBRARY.impl(
-    "attention_v8_backward", partial(backward_autograd, _backward), "Autograd", with_keyset=True
+    "attention_v9_backward", partial(backward_autograd, _backward), "Autograd", with_keyset=True
 )
 for _name, _options_of in _OVERLOADS.items():
     _op = _overload(_name)
@@ -447,6 +457,6 @@ for _name, _options_of in _OVERLOADS.items():
     torch.library.register_vmap(f"heedful::{_name}", partial(inference_vmap, _op))
 for _device in ("cpu", "cuda"):
     # q, k, v and the bias of the one; q, k, v of the others.
-    for _name, _tensors in (("attention_v8", 4), ("inference_v8", 3), ("inference_v8.options", 3)):
+    for _name, _tensors in (("attention_v9", 4), ("inference_v9", 3), ("inference_v9.options", 3)):
         _cast = _autocasting(_name, _tensors, _device)
         LIBRARY.impl(_name, _cast, f"Autocast{_device.upper()}")

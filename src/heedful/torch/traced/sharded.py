@@ -63,7 +63,7 @@ def check_shards(options: Options, out: Any, seed: Any) -> None:
 class Spread:
     """How the arrays of one call are placed on a mesh."""
 
-    def __init__(self, x: Operands, options: Options, grads: tuple[bool, bool]):
+    def __init__(self, x: Operands, options: Options, grads: tuple[bool, bool, bool]):
         """grads: of AttentionCall. Raises TypeError or ValueError, as for tensors of one device,
         and for placements that are not taken."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -219,9 +219,9 @@ class Spread:
 
 
 def attend(op, args: tuple):
-    """heedful::attention_v8 of DTensors."""
+    """heedful::attention_v9 of DTensors."""
     x, options, (needs_grad,) = split(args)
-    spread = Spread(x, options, (needs_grad, False))
+    spread = Spread(x, options, (needs_grad, False, False))
     problem = spread.problem
     parts = spread.operands(x), spread.options(options)
     out, lse, more = op(*parts[0], *parts[1], needs_grad)
@@ -236,17 +236,17 @@ def attend(op, args: tuple):
 
 
 def infer(op, x: Operands, options: Options, rest: tuple):
-    """An overload of heedful::inference_v8, of q, k, v and the rest, of DTensors."""
-    spread = Spread(x, options, (False, False))
+    """An overload of heedful::inference_v9, of q, k, v and the rest, of DTensors."""
+    spread = Spread(x, options, (False, False, False))
     out = op(*spread.operands(x)[:3], *rest)
     return spread.whole("out", out, spread.problem.out_shape)
 
 
 def differentiate(op, args: tuple):
-    """heedful::attention_v8_backward of DTensors."""
+    """heedful::attention_v9_backward of DTensors."""
     dout, dlse, out, lse, *rest = args
-    x, options, (bias_grad, kv_grad) = split(tuple(rest))
-    spread = Spread(x, options, (True, bias_grad))
+    x, options, (bias_grad, rel_bias_grad, kv_grad) = split(tuple(rest))
+    spread = Spread(x, options, (True, bias_grad, rel_bias_grad))
     grads = op(
         spread.cotangent("out", "dout", dout),
         spread.cotangent("lse", "dlse", dlse),
@@ -255,10 +255,11 @@ def differentiate(op, args: tuple):
         *spread.operands(x),
         *spread.options(options),
         bias_grad,
+        rel_bias_grad,
         kv_grad,
     )
     wanted = {"q": True, "k": kv_grad, "v": kv_grad, "bias": bias_grad}
-    wanted |= {name: getattr(x, name) is not None for name in ("sink", "rel_bias")}
+    wanted |= {"sink": x.sink is not None, "rel_bias": rel_bias_grad}
     return tuple(
         spread.whole(name, grad, getattr(x, name).shape, is_sum=True)
         if wanted[name]

@@ -93,6 +93,7 @@ FACTS: list[dict] = [
     {"rel_bias": True},
     {"rel_bias": True, "bias": True},
     {"rel_bias": True, **GRAD},
+    {"rel_bias": True, "rel_bias_grad": True, **GRAD},
     {"sink": True},
     {"tree_mask": True},
     {"causal": True},
@@ -122,7 +123,8 @@ FACTS: list[dict] = [
     {"kv_batch_idx": True, **GRAD},
     {"leftpad_k": True},
     {"q_offsets": True, "mask": MaskSpec.of(True, bottom_right=False)},
-    {"q_offsets": True, "mask": MaskSpec.of(True, bottom_right=False), "rel_bias": True, **GRAD},
+    {"q_offsets": True, "mask": MaskSpec.of(True, bottom_right=False), "rel_bias": True, **GRAD}
+    | {"rel_bias_grad": True},
     {"heads_k": 2},
     {"return_lse": True},
     {"return_probs": True},

@@ -319,7 +319,7 @@ def test_every_feature_has_words_and_a_problem_that_asks_for_it():
         name: {name: True}
         for name in (
             *("alibi", "bias", "rel_bias", "sink", "tree_mask", "kv_batch_idx", "leftpad_k"),
-            *("q_offsets", "return_lse", "return_probs", "bias_grad"),
+            *("q_offsets", "return_lse", "return_probs", "bias_grad", "rel_bias_grad"),
         )
     }
     asks |= {
