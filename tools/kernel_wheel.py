@@ -4,9 +4,13 @@ It compiles every kernel that the problems of `kernel_problems.py` need, into th
 puts the machine code, without PTX, with a manifest into a package of data. VENV has what builds
 wheels. The same commit gives the same bytes, and what did not change is not compiled again.
 --cuda 12: the set for older drivers, by the assembler of CUDA 12 that Triton also has.
+--share 1/4 builds no wheel: it compiles a fourth of the kernels into the cache, and with --seconds
+begins no more after that time. Machines can share the work, and a later build takes what is there:
+copy the folder `kernels` of HEEDFUL_CACHE_DIR.
 """
 
 import argparse
+import math
 import os
 import shutil
 import subprocess
@@ -23,7 +27,7 @@ from heedful.core.base import installed  # noqa: E402
 from heedful.core.base.device import by_name  # noqa: E402
 from heedful.launch.code.manifest import WheelFacts  # noqa: E402
 from heedful.launch.code.wheels import NAMES  # noqa: E402
-from heedful.launch.prebuild import prebuild  # noqa: E402
+from heedful.launch.prebuild import compile_all, kernels, prebuild  # noqa: E402
 from heedful.launch.record import Entry  # noqa: E402
 
 ARCH = "sm_90"
@@ -108,6 +112,25 @@ def build(venv: Path, folder: Path, entries: list[Entry], cuda: int, jobs: int) 
     return wheel
 
 
+def compile_share(
+    entries: list[Entry], share: tuple[int, int], seconds: float, jobs: int
+) -> tuple[int, int]:
+    """Compiles a share of the kernels, which is the same on every machine; how many are done, and
+    how many it has. share: which, counted from 0, and how many there are."""
+    wanted, _ = kernels(entries, DEVICES)
+    which, shares = share
+    own = [wanted[key] for key in sorted(wanted)[which::shares]]
+    return compile_all(own, jobs, seconds), len(own)
+
+
+def share_of(text: str) -> tuple[int, int]:
+    """ "2/4" -> (1, 4)."""
+    which, _, of = text.partition("/")
+    if not (which.isdecimal() and of.isdecimal() and 1 <= int(which) <= int(of)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: 1/4 to 4/4 are")
+    return int(which) - 1, int(of)
+
+
 def assembled_for(cuda: int) -> dict[str, str]:
     """What the environment says so that code is assembled for drivers of this CUDA: what is said
     already, by default what names the Triton's assembler of that version. Raises ValueError without
@@ -134,15 +157,23 @@ def _time_of_commit() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("venv", type=Path)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("venv", type=Path, nargs="?")
+    parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--cuda", type=int, choices=(12, 13), default=13)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--groups", nargs="*", help="those of kernel_problems.py alone")
+    parser.add_argument("--share", type=share_of, help="compile it and build no wheel: 1/4 to 4/4")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of a share")
     given = parser.parse_args()
+    if given.share is None and given.folder is None:
+        parser.error("VENV and FOLDER are wanted where no --share is")
     if given.cuda == 12:
         os.environ |= assembled_for(given.cuda)
     entries = kernel_problems.entries(given.groups)
+    if given.share is not None:
+        done, count = compile_share(entries, given.share, given.seconds, given.jobs)
+        sys.stdout.write(f"kernels: {done} of {count} in the cache\n")
+        sys.exit(done < count)
     build(given.venv, given.folder, entries, given.cuda, given.jobs)
 
 

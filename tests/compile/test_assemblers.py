@@ -1,6 +1,8 @@
 """What assemblers write into machine code, which the driver is asked by."""
 
+import math
 import subprocess
+from concurrent.futures import Future
 
 import pytest
 
@@ -44,6 +46,42 @@ def test_a_wheel_for_older_drivers_is_assembled_by_the_older_assembler(tmp_path,
     count = prebuild.prebuild([entry], [by_name("H200")], tmp_path / "wheel", 1, wheel=facts)
     text = (tmp_path / "wheel" / "manifest.json").read_bytes()
     assert count == len(read_manifest(text).digests) == text.count(b", ptxas 12.")
+
+
+def test_a_build_in_shares_goes_on_where_it_ended(monkeypatch):
+    """Each kernel belongs to one share, and what no time is left for is not begun."""
+    calls = {f"{n:02}": (n, "sm_90") for n in range(11)}
+    made: list[int] = []
+
+    class InTurn:
+        """A pool that works when its results are waited for."""
+
+        def __init__(self, *count, **how): ...
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error): ...
+
+        def submit(self, function, call, arch):
+            future = Future()
+            future.add_done_callback(lambda f: f.cancelled() or made.append(call))
+            return future
+
+    def as_completed(futures):
+        for future in futures:
+            future.set_result(None)
+            yield future
+
+    monkeypatch.setattr(kernel_wheel, "kernels", lambda *_: (calls, set()))
+    for name, fake in {"ThreadPoolExecutor": InTurn, "ProcessPoolExecutor": InTurn}.items():
+        monkeypatch.setattr(prebuild, name, fake)
+    monkeypatch.setattr(prebuild, "as_completed", as_completed)
+    shares = [kernel_wheel.share_of(f"{n}/3") for n in (1, 2, 3)]
+    told = [kernel_wheel.compile_share([], share, math.inf, 2) for share in shares]
+    assert told == [(4, 4), (4, 4), (3, 3)] and sorted(made) == [*range(11)]
+    made.clear()
+    assert kernel_wheel.compile_share([], shares[0], 0.0, 2) == (1, 4) and len(made) == 1
 
 
 def test_a_triton_without_an_older_assembler_is_told_to_name_one(monkeypatch):

@@ -1,9 +1,11 @@
 """Compiling lists of problems into packs, in parallel, for any targets, with no GPU."""
 
+import math
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,10 +69,19 @@ def _program(chosen: Plan, entry: Entry) -> Program:
     return step(chosen, entry.buffers, **entry.options)
 
 
-def compile_all(calls: list[tuple[KernelCall, str]], jobs: int) -> None:
-    """Compiles kernels into this user's cache, so many at once. Raises what the compiler raises."""
-    for _ in _compiled(dict(enumerate(calls)), jobs):
-        pass
+def compile_all(calls: list[tuple[KernelCall, str]], jobs: int, seconds: float = math.inf) -> int:
+    """Compiles kernels into this user's cache, so many at once; returns how many are done. Those
+    that are there already are not compiled again, so that a build goes on where one has ended.
+
+    seconds: after which none is begun. Raises what the compiler raises.
+    """
+    until, done = time.monotonic() + seconds, 0
+    with closing(_compiled(dict(enumerate(calls)), jobs)) as compiled:
+        for _ in compiled:
+            done += 1
+            if time.monotonic() > until:
+                break
+    return done
 
 
 def prebuild(
@@ -112,7 +123,7 @@ def _for_wheel(artifact: Artifact, wheel: WheelFacts) -> Artifact:
 
 def _compiled(
     wanted: Mapping[Any, tuple[KernelCall, str]], jobs: int
-) -> Iterator[tuple[Any, Artifact]]:
+) -> Generator[tuple[Any, Artifact]]:
     """Kernels by their keys, as they are done."""
     chosen, count = installed.compiler(), max(1, min(jobs, len(wanted)))
     with ExitStack() as stack:
@@ -126,8 +137,13 @@ def _compiled(
             context = multiprocessing.get_context("spawn")
             pool = stack.enter_context(ProcessPoolExecutor(count, mp_context=context))
         waiting = {pool.submit(_compile, *item): key for key, item in wanted.items()}
-        for future in as_completed(waiting):
-            yield waiting[future], future.result()
+        try:
+            for future in as_completed(waiting):
+                yield waiting[future], future.result()
+        finally:
+            # After an error, or where nobody waits any more: the pool waits for what has begun.
+            for future in waiting:
+                future.cancel()
 
 
 def _compile(call: KernelCall, arch: str) -> Artifact:
