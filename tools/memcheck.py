@@ -1,6 +1,7 @@
 """A sample of the GPU tests under compute-sanitizer's memcheck, processes side by side on all GPUs:
 
     python tools/memcheck.py [--processes 48] [--seconds 150] [--shard 1/1] [--list] [FILE ...]
+    python tools/memcheck.py --compile 16 [--shard 1/1] [FILE ...]    # first: kernels for the cache
 
 Of each test it takes few cases in which every value of every parameter occurs, and every value of
 every field of a problem. Each tensor gets an allocation of its own, since PyTorch's pools hide what
@@ -13,6 +14,7 @@ its quarter: they may run side by side, each with GPUs of its own (CUDA_VISIBLE_
 import argparse
 import dataclasses
 import json
+import math
 import os
 import re
 import subprocess
@@ -131,6 +133,19 @@ def shard(text: str) -> tuple[int, int]:
     return int(which) - 1, int(of)
 
 
+def compile_sample(told: dict, files: Sequence[str], jobs: int) -> int:
+    """Compiles what a sample launches into this user's cache, so that none of its processes, which
+    the sanitizer slows down, waits for a compiler, and each kernel is compiled once."""
+    import precompile
+    from heedful.launch.prebuild import compile_all
+
+    os.environ[_TOLD] = json.dumps(told)
+    found = precompile.collect(["-p", "memcheck", *files], "H200")
+    count = compile_all(list(found.calls.values()), jobs)
+    print(f"memcheck: {count} kernels in the cache; {len(found.ended)} tests could not be foreseen")
+    return 0
+
+
 def checked(processes: int) -> list[str]:
     """compute-sanitizer's command, as this version takes it."""
     asked = subprocess.run([_CHECKED[0], "--help"], capture_output=True, text=True)
@@ -182,9 +197,11 @@ def _first_error(log: str) -> str:
 
 def main() -> int:
     given = _arguments()
+    which, shards = given.shard
+    told = {"part": which, "parts": shards, "until": 0.0, "file": os.devnull}
+    if given.compile:
+        return compile_sample(told | {"until": math.inf}, given.files, given.compile)
     if given.list:
-        which, shards = given.shard
-        told = {"part": which, "parts": shards, "until": 0.0, "file": os.devnull}
         path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "memcheck"]
         environment = os.environ | {_TOLD: json.dumps(told), "PYTHONPATH": path}
@@ -211,6 +228,7 @@ def _arguments() -> argparse.Namespace:
     add("--seconds", type=float, default=150.0, help="after which no test more is begun")
     add("--shard", type=shard, default="1/1", help="which part of the sample, of how many")
     add("--list", action="store_true", help="only say which tests they are")
+    add("--compile", type=int, metavar="JOBS", help="only compile what they launch, ahead")
     add("files", nargs="*", default=FILES, help="the files whose tests are sampled")
     return parser.parse_args()
 

@@ -1,5 +1,9 @@
 """The sample of GPU tests that memcheck runs has each value of each parameter."""
 
+import json
+import math
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import memcheck
+from heedful.launch import prebuild
 
 ROOT = Path(__file__).parents[3]
 
@@ -120,6 +125,26 @@ def test_shards_have_each_test_once(monkeypatch, tmp_path, shards, processes):
 def test_what_is_no_shard_is_refused(text):
     with pytest.raises(memcheck.argparse.ArgumentTypeError, match="is no shard"):
         memcheck.shard(text)
+
+
+def test_a_shard_s_kernels_are_compiled_ahead(monkeypatch):
+    """Once each, without the sanitizer, by the tool that finds them without a GPU."""
+    told, compiled = [], []
+
+    def collect(arguments, device):
+        told.append((arguments, json.loads(os.environ[memcheck._TOLD])))
+        return SimpleNamespace(calls={"a": 1, "b": 2}, ended={})
+
+    monkeypatch.setenv(memcheck._TOLD, "")
+    monkeypatch.setitem(sys.modules, "precompile", SimpleNamespace(collect=collect))
+    monkeypatch.setattr(
+        prebuild, "compile_all", lambda calls, jobs: compiled.append((calls, jobs)) or len(calls)
+    )
+    monkeypatch.setattr(sys, "argv", ["memcheck", "--compile", "16", "--shard", "2/5", "one.py"])
+    assert memcheck.main() == 0
+    ((arguments, share),) = told
+    assert arguments[-1] == "one.py" and (share["part"], share["parts"]) == (1, 5)
+    assert share["until"] == math.inf and compiled == [([1, 2], 16)]
 
 
 def test_gpus_that_are_given_are_those_that_are_used(monkeypatch):
