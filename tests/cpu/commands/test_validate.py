@@ -17,7 +17,7 @@ from heedful.launch import validations
 from heedful.launch.code import packs
 from heedful.torch.base import device
 from heedful.torch.eager import backends
-from heedful.validation import grid, run
+from heedful.validation import grid, run, sensors
 
 app = typer.Typer()
 app.command()(validate)
@@ -199,3 +199,13 @@ def test_a_gpu_is_timed_on_training_prefill_and_decoding():
     ]
     (one,) = run.bench_cases(torch.device("cpu"))
     assert (one.group, one.problem.dtype, one.problem.seqlen_k) == ("cpu", "float32", 512)
+
+
+def test_the_rocm_is_that_of_the_first_file_that_can_be_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path))
+    assert sensors.rocm_version() is None
+    (tmp_path / ".info").mkdir()
+    (tmp_path / ".info" / "version-dev").write_text("7.3-9\n")
+    assert sensors.rocm_version() == "7.3-9"
+    (tmp_path / ".info" / "version").write_text("7.2\n")
+    assert sensors.rocm_version() == "7.2"

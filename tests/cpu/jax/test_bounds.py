@@ -355,3 +355,12 @@ def test_a_program_is_for_several_devices_where_not_all_its_axes_are_manual():
     assert not is_spread(context(mesh=mesh, manual_axes=frozenset("ab"), num_devices=4))
     assert is_spread(context(num_devices=2)) and not is_spread(context(num_devices=1))
     assert not is_spread(context())
+
+
+@pytest.mark.parametrize("name", ["packed", "scale", "shift"])
+def test_what_is_read_back_is_refused_by_name_where_it_is_no_array(name):
+    given = dict(
+        zip(("packed", "scale", "shift"), hj.quantize_kv(inputs()[0], "int8", 4, True), strict=True)
+    )
+    with pytest.raises(TypeError, match=f"^{name} must be "):
+        hj.dequantize_kv(**given | {name: "text"})

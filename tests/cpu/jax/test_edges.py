@@ -15,10 +15,11 @@ from heedful.core.call.mask import MaskSpec  # noqa: E402
 from heedful.core.call.operands import Operands  # noqa: E402
 from heedful.core.call.problem import AttentionProblem  # noqa: E402
 from heedful.jax.api.merge import merged  # noqa: E402
-from heedful.jax.gpu import pages  # noqa: E402
+from heedful.jax.gpu import pages, programs  # noqa: E402
 from heedful.jax.operands.plain import origin_words  # noqa: E402
 from heedful.jax.tiled import tiles  # noqa: E402
 from heedful.jax.traced import cache_update  # noqa: E402
+from heedful.jax.traced.call import adapted  # noqa: E402
 from support.problems.budget import run  # noqa: E402
 from support.problems.cases import Case  # noqa: E402
 from support.runs import jax_backend  # noqa: E402
@@ -262,3 +263,46 @@ def test_invariant_numerics_are_refused_on_a_cpu_with_the_reason():
         hj.flash_attn_with_kvcache(q, q, q, cache_seqlens=8, numerics="invariant")
     with pytest.raises(ValueError, match="numerics must be one of fast, invariant or None"):
         hj.flash_attn_func(q, q, q, numerics="exact")
+
+
+def test_packed_sequences_in_pages_are_as_long_as_their_bounds_say_or_as_is_used():
+    bounds = jnp.array([0, 3, 8], jnp.int32)
+    rows, table = jnp.zeros((8, 1, 4)), jnp.zeros((2, 1), jnp.int32)
+    x = Operands(rows, rows, rows, cu_seqlens_k=bounds, block_table=table)
+    found = adapted(x)
+    assert found.cu_seqlens_k is None and found.seqused_k.tolist() == [3, 5]
+    found = adapted(x._replace(seqused_k=jnp.array([2, 1], jnp.int32)))
+    assert found.cu_seqlens_k is None and found.seqused_k.tolist() == [2, 1]
+    assert adapted(x._replace(block_table=None)).cu_seqlens_k.tolist() == [0, 3, 8]
+
+
+@pytest.mark.parametrize("kv_group", [0, 16])
+def test_kernels_see_dims_of_1_as_whole_ones_that_repeat(kv_group):
+    problem = AttentionProblem.dense(2, 5, 7, 6, 3, 16, key_ranges=1, kv_group=kv_group)
+    whole = {
+        "bias": (2, 6, 5, 7),
+        "alibi_slopes": (2, 6),
+        "tree_mask": (2, 5, 5),
+        "key_ranges": (2, 6, 5, 2),
+        "block_rows": (2, 6, 4),
+        "block_keys": (2, 6, 4, 3),
+    }
+    scales = ("q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
+    whole |= dict.fromkeys(scales, (2, 3))
+    # Axes that do not repeat: of lists, and of a row's ranges.
+    kept = {"key_ranges": (3,), "block_rows": (2,), "block_keys": (2, 3)}
+    given = {
+        name: jnp.zeros([n if axis in kept.get(name, ()) else 1 for axis, n in enumerate(shape)])
+        for name, shape in whole.items()
+    }
+    q, k = jnp.zeros((2, 5, 6, 16)), jnp.zeros((2, 7, 3, 16))
+    arrays, specs = programs._operands(problem, Operands(q, k, k, **given), None)
+    assert specs["q"].shape == q.shape and arrays["q"] is q
+    for name, shape in whole.items():
+        if name in scales and kv_group:
+            shape = (1, 1)
+        assert specs[name].shape == shape, name
+        for axis, stride in enumerate(specs[name].strides):
+            repeats = given[name].shape[axis] != shape[axis]
+            assert (stride == 0) == repeats or given[name].shape[axis] == 1, (name, axis)
+            assert not repeats or stride == 0, (name, axis)

@@ -135,6 +135,13 @@ def test_a_bad_argument_is_named(call, argument, kind):
         call()
 
 
+def test_documents_are_told_in_one_of_two_ways():
+    ids = torch.zeros(1, 4)
+    for given in ({}, {"ids": ids, "position_ids": ids}):
+        with pytest.raises(TypeError, match="^ids must be given, or position_ids, and not both"):
+            masks.documents(**given)
+
+
 def test_documents_in_one_row_are_packed_sequences():
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, N, 2, 16).unbind(0)

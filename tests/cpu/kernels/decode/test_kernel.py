@@ -277,6 +277,13 @@ def as_the_compiler_does(
         {
             "dtype": "float16",
             "kv_dtype": "float8_e4m3fn",
+            "kv_group": 64,
+            "head_dim": 64,
+            "alibi": "h",
+        },
+        {
+            "dtype": "float16",
+            "kv_dtype": "float8_e4m3fn",
             "kv_group": 128,
             "head_dim": 128,
             "used": "k",

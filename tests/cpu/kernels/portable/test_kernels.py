@@ -94,6 +94,7 @@ BOTH_WAYS = (
     small(key_ranges=2, causal=True, varlen="qk", used="qk", batch=3),
     small(key_ranges=1, window=(20, 3, 4), tree_mask=True, sink=True, ranges_of="h"),
     small(block_mask=32, heads_q=4, ranges_of="h"),
+    small(block_mask=32, seqlen_k=1, heads_q=1, heads_k=1),
     small(block_mask=32, seqlen_q=64, seqlen_k=64, heads_q=1, heads_k=1),
     small(block_mask=64, causal=True, heads_q=1, heads_k=1, dropout_p=0.3),
     small(block_mask=32, window=(20, 3, 4), key_ranges=1, tree_mask=True, used="qk", sink=True),

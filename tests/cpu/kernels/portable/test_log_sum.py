@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.common import constants
-from heedful.kernels.common.log_sum import log_sum_exp
+from heedful.kernels.common.log_sum import log_sum_exp, rounded_log_sum_exp
 from heedful.kernels.common.statistics import any_far, is_far, with_statistics
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
@@ -46,10 +46,30 @@ def told(maxima, sums, lse, rest, IS_BASE_2: tl.constexpr):
     tl.store(rest + at, rest_N)
 
 
-def pair(maxima, sums, base_2):
+@triton.jit
+def told_rounded(maxima, sums, lse, rest, IS_BASE_2: tl.constexpr):
+    at = tl.arange(0, 4)
+    lse_N, rest_N = rounded_log_sum_exp(tl.load(maxima + at), tl.load(sums + at), IS_BASE_2)
+    tl.store(lse + at, lse_N)
+    tl.store(rest + at, rest_N)
+
+
+def pair(maxima, sums, base_2, kernel=told):
     lse, rest = torch.empty_like(sums), torch.empty_like(sums)
-    told[(1,)](maxima, sums, lse, rest, base_2)
+    kernel[(1,)](maxima, sums, lse, rest, base_2)
     return lse.double(), rest.double()
+
+
+@interpreted
+@pytest.mark.parametrize("base_2", [False, True])
+@pytest.mark.parametrize("maximum", [m for m in MAXIMA if abs(m) < 1e10])
+def test_a_rounded_sum_has_both_numbers_and_leaves_what_its_rounding_left(maximum, base_2):
+    m = torch.full_like(SUMS, maximum)
+    lse, rest = pair(m, SUMS, base_2)
+    rounded, left = pair(m, SUMS, base_2, told_rounded)
+    assert rounded.equal((lse + rest).float().double())
+    # What is left is a float32, too.
+    assert ((rounded + left) - (lse + rest)).abs().le(left.abs() * 2.0**-23).all()
 
 
 @interpreted

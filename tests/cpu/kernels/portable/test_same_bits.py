@@ -52,6 +52,9 @@ CASES = (
     small(seqlen_k=0, sink=True),
     small(layout="offset", dtype="float16", scale=-0.3),
     small(varlen="qk", batch=2, layout="offset"),
+    Case(
+        head_dim=576, head_dim_v=512, heads_q=1, heads_k=1, seqlen_q=3, page_size=8, backward=False
+    ),
 )
 
 

@@ -1,13 +1,18 @@
-"""The conditions of config rows hold up to their borders, and each operand of one counts alone."""
+"""The conditions of config rows hold up to their borders, and each operand of one counts alone; and
+the numbers of a row are such as hardware and compilers take."""
 
+import re
 from dataclasses import fields, replace
 from itertools import chain
+from typing import get_args
 
 import pytest
 
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import LATENT_ROWS, AttentionProblem
 from heedful.core.registry import conditions as c
+from heedful.core.registry.configs import ROWS
+from heedful.core.registry.tiles import Rescale
 
 BASE = AttentionProblem.dense(2, 64, 512, 8, 2, 128)
 WINDOW = MaskSpec.of(causal=True, window_size=(9, 0))
@@ -139,3 +144,24 @@ def test_changes_are_fields_of_a_problem():
 @pytest.mark.parametrize("condition, change, holds", EACH)
 def test_a_condition_holds_up_to_its_border(condition, change, holds):
     assert bool(condition(replace(BASE, **change))) is holds
+
+
+def is_power_of_2(number: int) -> bool:
+    return number > 0 and not number & (number - 1)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.kernel}-{row.max_dim}")
+def test_a_config_has_sizes_that_a_kernel_can_have(row):
+    sizes = {f.name: getattr(row.config, f.name) for f in fields(row.config)}
+    rows = sizes.get("block_m", 16)
+    # Three consumers of a warpgroup each have 192 rows.
+    assert is_power_of_2(rows) or rows == 192
+    for name in ("block_n", "num_warps", "merge_values"):
+        assert is_power_of_2(sizes.get(name, 1)), name
+    for name in ("producer_regs", "consumer_regs", "dq_regs", "registers"):
+        # A warp has registers in eights.
+        assert (sizes.get(name) or 0) % 8 == 0 and (sizes.get(name) or 0) <= 256, name
+    assert 1 <= sizes.get("num_stages", 1) <= 8
+    assert sizes.get("rescale", "exact") in get_args(Rescale)
+    assert row.max_dim % 64 == 0 and row.measured and row.archs
+    assert all(re.fullmatch(r"\*|sm_\d+|gfx9\w\w", arch) for arch in row.archs)
