@@ -18,6 +18,7 @@ import torch
 from torch.nn.attention import flex_attention as flex
 
 from heedful import BlockMask, masks
+from heedful.core.registry.by_hand import named
 from heedful.torch import flash_attn_func, flash_attn_varlen_func
 
 Call = Callable[..., Any]
@@ -214,10 +215,11 @@ def as_flex(mask: BlockMask) -> flex.BlockMask:
 
 
 def listed(heads: int, dim: int, wants_flex: bool) -> Iterator[tuple[str, Callable[[], Calls]]]:
-    """`problems` of block masks. "plain" sees all keys."""
+    """`problems` of block masks. "plain" sees all keys. "alternating": consumers of the backward
+    share a list of 64 keys and take its visits in turn."""
 
-    def of(x: list[torch.Tensor], mask: BlockMask, pairs: int) -> tuple:
-        call = attention(x, block_mask=mask, backend="hopper")
+    def of(x: list[torch.Tensor], mask: BlockMask, pairs: int, backend: Any = "hopper") -> tuple:
+        call = attention(x, block_mask=mask, backend=backend)
         compared(x, mask, call())
         return x, call, pairs
 
@@ -228,6 +230,8 @@ def listed(heads: int, dim: int, wants_flex: bool) -> Iterator[tuple[str, Callab
         mask = some_tiles(heads, n, side, each)
         pairs = n * each * side
         calls = {"plain": (x, attention(x), n * n), "lists": of(x, mask, pairs)}
+        if side == 64:
+            calls["alternating"] = of(x, mask, pairs, named("hopper", block_n=64))
         return calls | ({"flex": (x, flexed_by(x, as_flex(mask)), pairs)} if wants_flex else {})
 
     yield f"1 x {n}, a quarter of tiles of 128, a list a head", lambda: some(128, n // 512)

@@ -78,6 +78,14 @@ def test_gradients_of_the_hopper_kernels_are_within_their_budget(case):
         assert runner.plan.backward == "hopper"
 
 
+@pytest.mark.parametrize("case", [case for case in GRADIENTS if case.head_dim <= 128], ids=str)
+def test_gradients_of_consumers_that_share_a_list_are_within_their_budget(case):
+    for seed, sizes in enumerate(SIZES):
+        runner = Prepared("hopper+block_n=64")
+        run(runner, replace(case, **sizes, backward=True, seed=case.seed + seed), "cuda")
+        assert runner.plan.configs["hopper.backward"].block_n == 64
+
+
 @pytest.mark.parametrize("head_dim, side", [(128, 128), (64, 64)])
 def test_gradients_of_public_calls_are_within_their_budget(head_dim, side):
     case = replace(LONG, head_dim=head_dim, block_mask=side, backward=True)

@@ -39,6 +39,8 @@ PLACES = {
         mainloop_file.backward_mainloop,
         consumer_file.store_gradients,
         mainloop_file.store_ds,
+        mainloop_file.pass_over,
+        consumer_file.wait_for_own_ds,
         pair_file.pair_consumer,
         pair_file.pair_step,
     )
@@ -79,6 +81,7 @@ class Tile:
     dim: int = 128
     k_stages: int = 2
     heads_innermost: bool = False
+    block_n: int = BLOCK_N
 
 
 @dataclass
@@ -109,7 +112,7 @@ class Device:
         s = self.sizes
         block_m = self.tile.block_m
         self.machine = Machine(self.seed)
-        self.key_blocks = [-(-keys // BLOCK_N) for _, keys in s.lengths]
+        self.key_blocks = [-(-keys // self.tile.block_n) for _, keys in s.lengths]
         self.q_blocks = [-(-rows // block_m) for rows, _ in s.lengths]
         batch = len(s.lengths)
         self.tiles = sum(self.key_blocks) * s.heads_k
@@ -120,7 +123,7 @@ class Device:
             for starts, n in zip(self.starts, pair, strict=True):
                 starts.append(starts[-1] + n)
         self.first_rows, self.accum_rows = self.rows_of(0, block_m)
-        self.first_keys, self.partial_rows = self.rows_of(1, BLOCK_N)
+        self.first_keys, self.partial_rows = self.rows_of(1, self.tile.block_n)
         heads = s.heads_k * (1 if s.packed else batch)
         self.turns = [0] * (s.heads_k * GROUP * self.accum_rows // block_m)
         self.params = self.make_params(heads)
@@ -203,7 +206,7 @@ class Device:
             ),
             tile=SimpleNamespace(
                 BLOCK_M=self.tile.block_m,
-                BLOCK_N=BLOCK_N,
+                BLOCK_N=self.tile.block_n,
                 D=self.tile.dim,
                 E=self.tile.dim,
                 Q_STAGES=STAGES,
@@ -417,7 +420,7 @@ class Device:
         assert masked or blocks.full_begin <= place < blocks.full_end
         batch, row = int(tile.batch), int(block) * self.tile.block_m
         at_q = self.box(batch, head, tile.seq.token_q, tile.seq.stored_q, row)
-        col = tile.col + consumer * KEYS
+        col = tile.col + consumer * KEYS % self.tile.block_n
         at_k = self.box(batch, tile.kv_head, tile.seq.token_k, tile.seq.stored_k, col)
         rows = batch, int(head), row
         lse, *words = numbers
@@ -425,7 +428,7 @@ class Device:
             self.check_words(of_rows, tile, rows)
         assert len(words) == bool(masked and (self.sizes.runs or self.sizes.listed))
         assert (k, q, lse) == (("k", at_k), ("q", at_q), ("lse", *rows))
-        key_tile = batch, int(tile.kv_head), int(tile.col) // BLOCK_N
+        key_tile = batch, int(tile.kv_head), int(tile.col) // self.tile.block_n
         return Scores("p", key_tile, (int(head), int(block)), consumer, at_q, at_k, rows)
 
     def score_gradients(self, p, dp, delta, params, dtype):

@@ -11,7 +11,7 @@ from heedful.core.registry.configs import ConfigRow
 
 _BACKWARD = ("draws", "last_waves", "splits", "heads_innermost")
 OPTIONS = {
-    "hopper.backward": _BACKWARD,
+    "hopper.backward": (*_BACKWARD, "block_n"),
     "hopper.backward_pair": _BACKWARD,
     "hopper.backward_wide": _BACKWARD,
     "hopper.backward_halves": _BACKWARD,
@@ -180,6 +180,10 @@ def with_options(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionPr
         raise ValueError(
             f"backend: producer_regs must be a multiple of 8 from 24 to 232, got {regs}"
         )
+    if row.kernel == "hopper.backward" and made.get("block_n") not in (None, 64, 128):
+        raise ValueError(f"backend: block_n must be 64 or 128, got {made['block_n']}")
+    if row.kernel == "hopper.backward" and made.get("block_n") == 64 and not problem.block_mask:
+        raise ValueError("backend: block_n=64 is of block masks, got a call without one")
     most = 2 if row.archs == ("sm_90",) else 0
     if made.get("conversion", 0) > most:
         raise ValueError(

@@ -350,7 +350,8 @@ class HopperFp8Config(HopperConfig):
 class HopperBackwardConfig(TileConfig):
     """A tile of the Hopper backward: a step of `block_m` queries, past `block_n` keys that stay.
     Consumers share these keys and each makes one gradient of them (wide); or each has its own keys
-    and makes dQ, too (pair); or another warpgroup makes dQ.
+    and makes dQ, too (pair); or another warpgroup makes dQ. There, with 64 keys, consumers share
+    them and take visits in turn.
 
     programs: those of a cluster, which share a work tile's columns (halves). num_stages: stages of
     queries. dout_stages, ds_stages, k_stages: stages of dO, of dS, and of the
@@ -378,6 +379,9 @@ class HopperBackwardConfig(TileConfig):
     def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
         # Two stages of wide keys would fill shared memory, where the words of a block mask lie.
         made = replace(self, heads_innermost=self.heads_innermost and _is_triangle(problem))
+        if self.dq_regs is not None and self.block_n == CONSUMER_ROWS:
+            # Each has two stages of queries, and work tiles half as many keys.
+            return replace(made, block_m=CONSUMER_ROWS, num_stages=4)
         fits = problem.block_mask == 0 or problem.head_dim <= 64
         return made if fits else replace(made, k_stages=1)
 

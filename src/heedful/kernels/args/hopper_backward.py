@@ -117,10 +117,10 @@ class HopperBackwardOrder(NamedTuple):
 
 
 class HopperBackwardTile(NamedTuple):
-    """A step is BLOCK_M queries x BLOCK_N keys; each consumer has 64 of the keys. *_STAGES: tiles
-    that shared memory holds, powers of two. D, E: columns of q and k, and of v, in products.
-    DQ_REGS: registers of the dQ warpgroup; None where consumers compute dQ. HEADS_INNERMOST: see
-    `HopperBackwardConfig`."""
+    """A step is BLOCK_M queries x BLOCK_N keys; each consumer has 64 of the keys, or both have the
+    same 64. *_STAGES: tiles that shared memory holds, powers of two. D, E: columns of q and k, and
+    of v, in products. DQ_REGS: registers of the dQ warpgroup; None where consumers compute dQ.
+    HEADS_INNERMOST: see `HopperBackwardConfig`."""
 
     BLOCK_M: Const
     BLOCK_N: Const

@@ -15,6 +15,7 @@ import torch
 
 from heedful.core.base.device import by_name
 from heedful.core.planning.plan import plan
+from heedful.core.registry.by_hand import forced
 from heedful.kernels.hopper.backward import mask as words
 from heedful.kernels.hopper.backward import tile as tile_file
 from heedful.launch.program import buffers, programs
@@ -56,10 +57,10 @@ def bits_in(pool: np.ndarray, index: int) -> np.ndarray:
     return shown.reshape(side, side) != 0
 
 
-def stored_visits(built) -> tuple[np.ndarray, int]:
+def stored_visits(built, backend: str = "hopper") -> tuple[np.ndarray, int]:
     """(batch, KV heads, key tiles, numbers) as list_visits stores them, and queries of a visit."""
     problem = built.problem
-    chosen = plan(problem, by_name("H200"), backend="hopper")
+    chosen = plan(problem, by_name("H200"), backend=forced(backend))
     arrays = buffers.backward(problem)
     x = {name: t for name, t in built.x._asdict().items() if t is not None}
     out = torch.empty(problem.out_shape, dtype=torch.float16)
@@ -74,13 +75,17 @@ def stored_visits(built) -> tuple[np.ndarray, int]:
 
 
 @interpreted
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_visits_show_what_the_mask_shows_and_those_without_a_mask_all(case):
+@pytest.mark.parametrize(
+    "case, backend",
+    [(case, "hopper") for case in CASES] + [(case, "hopper+block_n=64") for case in CASES[:3]],
+    ids=str,
+)
+def test_visits_show_what_the_mask_shows_and_those_without_a_mask_all(case, backend):
     built = build(case)
     x = operands_as_numpy(built.x)
-    visits, step = stored_visits(built)
+    visits, step = stored_visits(built, backend)
     pool, side = np.asarray(x.block_bits), case.block_mask
-    keys = 64 if case.head_dim > 128 else KEYS
+    keys = 64 if case.head_dim > 128 or "64" in backend else KEYS
     boxes = max(1, keys // side)
     own = 2 if "h" in case.ranges_of else 1
     for seq in sequences(built.problem, built.x):

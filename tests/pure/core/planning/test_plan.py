@@ -458,7 +458,7 @@ def test_programs_of_decode_may_be_chosen_by_hand():
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("hopper+draw=1", "hopper has the options block_m, draws, .*, got draw"),
+        ("hopper+draw=1", "hopper has the options block_m, block_n, draws, .*, got draw"),
         ("hopper+draws", "options must be OPTION=NUMBER"),
         ("hopper+draws=-1", "options must be OPTION=NUMBER"),
         ("hopper+draws=1+draws=0", "options must be OPTION=NUMBER, each once"),
@@ -527,3 +527,20 @@ def test_queries_cotangents_and_sums_of_a_group_of_heads_fill_their_share_of_the
         chosen = plan(replace(problem, seqlen_q=rows + longer), device, backend="hopper")
         numbers = chosen.sizes(direction="backward").launches["hopper.backward"].numbers
         assert numbers["l2_heads"] == heads
+
+
+@pytest.mark.parametrize("head_dim, side", [(64, 64), (64, 128), (128, 64), (128, 128)])
+def test_a_list_of_64_keys_may_have_a_work_tile_of_its_own(head_dim, side):
+    """By hand: two stages of queries for each consumer, and one more of keys."""
+    asked = replace(TRAINING, head_dim=head_dim, head_dim_v=head_dim, block_mask=side)
+    config = plan(asked, by_name("H200"), backend=forced("hopper+block_n=64")).configs[
+        "hopper.backward"
+    ]
+    assert isinstance(config, HopperBackwardConfig)
+    assert (config.block_m, config.block_n, config.num_stages, config.k_stages) == (64, 64, 4, 2)
+    usual = plan(asked, by_name("H200"), backend="hopper").configs["hopper.backward"]
+    assert isinstance(usual, HopperBackwardConfig) and usual.block_n == 128
+    with pytest.raises(ValueError, match="block_n=64 is of block masks"):
+        plan(replace(asked, block_mask=0), by_name("H200"), backend=forced("hopper+block_n=64"))
+    with pytest.raises(ValueError, match="block_n must be 64 or 128, got 32"):
+        plan(asked, by_name("H200"), backend=forced("hopper+block_n=32"))

@@ -13,13 +13,21 @@ from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwar
 from heedful.kernels.hopper.backward.columns import (
     no_gradients,
     part_columns,
+    part_count,
     part_of,
     scaled,
 )
 from heedful.kernels.hopper.backward.dq.sums import store_registers
-from heedful.kernels.hopper.backward.mainloop import backward_mainloop
+from heedful.kernels.hopper.backward.mainloop import backward_mainloop, pass_over
 from heedful.kernels.hopper.backward.p_scale import p_descale
-from heedful.kernels.hopper.backward.shared import CONSUMERS, wait_for_outlet
+from heedful.kernels.hopper.backward.shared import (
+    CONSUMERS,
+    alternates,
+    ds_bytes,
+    ds_stages,
+    sync_consumers,
+    wait_for_outlet,
+)
 from heedful.kernels.hopper.backward.tile import (
     is_visited,
     key_tile,
@@ -27,6 +35,7 @@ from heedful.kernels.hopper.backward.tile import (
     next_index,
     partial_row,
     stride_before,
+    visit_range,
 )
 from heedful.kernels.hopper.sm90 import barrier
 from heedful.kernels.hopper.sm90.compat import inline_asm, reinterpret, tma_store
@@ -89,13 +98,6 @@ def outlet(shared, desc, first: gl.constexpr, CONSUMER):
     FIT: gl.constexpr = ds_bytes(shared) // desc.block_type.nbytes
     boxes = reinterpret(shared.ds, desc.dtype, [CONSUMERS * FIT] + shape, desc.layout)
     return boxes.index(CONSUMER * FIT + (0 if first else FIT - 1))
-
-
-@gluon.constexpr_function
-def ds_bytes(shared):
-    """Bytes of one consumer's dS, in all stages."""
-    boxes, rows, columns = shared.ds.shape
-    return boxes // 2 * rows * columns * 2
 
 
 @gluon.jit
@@ -163,6 +165,138 @@ def send_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER):
         store_partial(dk, E, params.tile.D, params, tile, CONSUMER)
 
 
+@gluon.constexpr_function
+def turn_count(columns):
+    """How many turns a gradient of this many columns takes."""
+    return columns // 64 if part_count(columns) == 1 else 2
+
+
+@gluon.constexpr_function
+def place_of_turn(columns, turn):
+    """(part, first number, numbers) of a turn, in the registers of a thread."""
+    if part_count(columns) == 1:
+        return 0, 32 * turn, 32
+    return turn, 0, part_columns(columns, turn) // 2
+
+
+@gluon.constexpr_function
+def _text(numbers, columns, turn, adds):
+    """Assembly that stores a turn's numbers, or adds what is stored to them, four at a time."""
+    _, first, count = place_of_turn(columns, turn)
+    address = 2 * numbers if adds else numbers
+    lines = ["{ .reg .b32 t; .reg .f32 a, b, c, d; mov.u32 t, %tid.x; and.b32 t, t, 127;"]
+    lines.append(f"shl.b32 t, t, 4; add.u32 t, t, ${address};")
+    for i in range(first, first + count, 4):
+        four, at = [f"${n}" for n in range(i, i + 4)], f"[t+{4 * 128 * (i - first)}]"
+        if adds:
+            lines.append(f"ld.shared.v4.f32 {{a, b, c, d}}, {at};")
+            lines += [f"add.f32 {x}, {x}, {y};" for x, y in zip(four, "abcd", strict=True)]
+        else:
+            lines.append(f"st.shared.v4.f32 {at}, {{{', '.join(four)}}};")
+    return " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def _inputs(numbers):
+    return ",".join(["f"] * numbers + ["r", "~{memory}"])
+
+
+@gluon.constexpr_function
+def _in_place(numbers):
+    """Constraints: numbers stay in their registers."""
+    ties = [str(i) for i in range(numbers)]
+    return ",".join(["=f"] * numbers + ties + ["r", "~{memory}"])
+
+
+@gluon.jit
+def put_turn(memory, x_NC, COLUMNS: gl.constexpr, TURN: gl.constexpr):
+    """Stores a turn's numbers of a part of a gradient."""
+    ALL: gl.constexpr = x_NC.shape[1] // 2
+    text: gl.constexpr = _text(ALL, COLUMNS, TURN, False)
+    operands: gl.constexpr = _inputs(ALL)
+    inline_asm(text, operands, [x_NC, memory])
+
+
+@gluon.jit
+def plus_turn(memory, x_NC, COLUMNS: gl.constexpr, TURN: gl.constexpr):
+    """A part of a gradient with a turn's numbers of the other consumer added."""
+    ALL: gl.constexpr = x_NC.shape[1] // 2
+    text: gl.constexpr = _text(ALL, COLUMNS, TURN, True)
+    operands: gl.constexpr = _in_place(ALL)
+    return inline_asm(text, operands, [x_NC, memory], x_NC.type)
+
+
+@gluon.jit
+def exchange_columns(mine, other, sent, kept, COLUMNS: gl.constexpr, TURN: gl.constexpr):
+    """`kept` after a turn."""
+    PART: gl.constexpr = place_of_turn(COLUMNS, TURN)[0]
+    put_turn(mine, sent[PART], COLUMNS, TURN)
+    sync_consumers()
+    if len(kept) == 1:
+        kept = (plus_turn(other, kept[0], COLUMNS, TURN),)
+    elif PART == 0:
+        kept = (plus_turn(other, kept[0], COLUMNS, TURN), kept[1])
+    else:
+        kept = (kept[0], plus_turn(other, kept[1], COLUMNS, TURN))
+    sync_consumers()
+    return kept
+
+
+@gluon.jit
+def exchanged(shared, sent, kept, COLUMNS: gl.constexpr, CONSUMER: gl.constexpr):
+    """The gradient `kept` of both consumers, of which the other gets `sent`, through the memory of
+    their dS. Each has waited until nobody reads its own. A thread's numbers go to that of the same
+    place in the other warpgroup, which has the same rows and columns, 32 at a time."""
+    WORDS: gl.constexpr = ds_bytes(shared) // 4 // 128
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    memory = reinterpret(shared.ds, gl.float32, [CONSUMERS, WORDS, 128], plain)
+    mine = memory.index(CONSUMER)
+    other = memory.index(1 - CONSUMER)
+    for turn in gl.static_range(turn_count(COLUMNS)):
+        kept = exchange_columns(mine, other, sent, kept, COLUMNS, turn)
+    return kept
+
+
+@gluon.jit
+def wait_for_own_ds(shared, params, visit, CONSUMER: gl.constexpr):
+    """Waits until dQ has been computed from the boxes of dS of a consumer that alternates."""
+    first = visit + ((visit + CONSUMER) & 1)
+    for ahead in gl.static_range(params.tile.DS_STAGES):
+        state = stage_of(first + CONSUMERS * ahead, ds_stages(params))
+        barrier.wait(shared.ds_empty.index(state.index), state.phase ^ 1)
+
+
+@gluon.jit
+def send_together(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.constexpr):
+    """`send_gradients` of consumers that alternate: the first adds up and stores dV of both, the
+    second dK."""
+    D: gl.constexpr = params.tile.D
+    E: gl.constexpr = params.tile.E
+    wait_for_own_ds(shared, params, visit, CONSUMER)
+    if CONSUMER == 0:
+        dv = scaled(exchanged(shared, dk, dv, E, CONSUMER), p_descale(io.q.dtype))
+        memory = outlet(shared, io.dv, True, CONSUMER)
+        store_gradient(io.dv, memory, dv, 0, E, params, tile, 0)
+    else:
+        factor = params.sizes.scale * p_descale(io.q.dtype)
+        dk = scaled(exchanged(shared, dv, dk, D, CONSUMER), factor)
+        memory = outlet(shared, io.dk, True, CONSUMER)
+        store_gradient(io.dk, memory, dk, E, D, params, tile, 0)
+
+
+@gluon.jit
+def gradients_of_both(shared, visit, blocks, params, tile, kv_count, CONSUMER):
+    """`backward_mainloop` of a consumer that alternates, which may have none of the visits."""
+    first, end = visit_range(params, tile, blocks)
+    if first + ((visit + CONSUMER) & 1) < end:
+        dk, dv, _last = backward_mainloop(shared, visit, blocks, params, tile, kv_count, CONSUMER)
+    else:
+        pass_over(shared, params, kv_count)
+        dk = no_gradients(params.tile.D, shared.k.dtype)
+        dv = no_gradients(params.tile.E, shared.k.dtype)
+    return dk, dv, visit + end - first
+
+
 @gluon.jit
 def backward_consumer(
     io: HopperBackwardIO,
@@ -183,15 +317,23 @@ def backward_consumer(
         tile = key_tile(params, index)
         blocks = m_block_range(params, tile)
         if is_visited(params, tile, blocks):
-            dk, dv, visit = backward_mainloop(
-                shared, visit, blocks, params, tile, kv_count, CONSUMER
-            )
+            if alternates(params):
+                dk, dv, visit = gradients_of_both(
+                    shared, visit, blocks, params, tile, kv_count, CONSUMER
+                )
+            else:
+                dk, dv, visit = backward_mainloop(
+                    shared, visit, blocks, params, tile, kv_count, CONSUMER
+                )
             kv_count += 1
         else:
             dk = no_gradients(params.tile.D, io.dk.dtype)
             dv = no_gradients(params.tile.E, io.dv.dtype)
             wait_for_outlet()
-        send_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER)
+        if alternates(params):
+            send_together(io, shared, dk, dv, params, tile, visit, CONSUMER)
+        else:
+            send_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER)
         scheduler_state = scheduler_state.next()
         index = next_index(scheduler, index, scheduler_state)
     wait_for_outlet()

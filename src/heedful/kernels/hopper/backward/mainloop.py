@@ -25,7 +25,14 @@ from heedful.kernels.hopper.backward.scores import (
     queued_probabilities,
     score_gradients,
 )
-from heedful.kernels.hopper.backward.shared import CONSUMERS, row_numbers, wait_for_outlet
+from heedful.kernels.hopper.backward.shared import (
+    CONSUMERS,
+    alternates,
+    ds_stages,
+    row_numbers,
+    visits_apart,
+    wait_for_outlet,
+)
 from heedful.kernels.hopper.backward.tile import is_masked, visit_range, walks_down
 from heedful.kernels.hopper.sm90 import barrier
 from heedful.kernels.hopper.sm90.compat import opaque
@@ -43,11 +50,20 @@ def key_box(boxes, index):
 
 
 @gluon.jit
+def consumer_box(boxes, stage, params, CONSUMER):
+    """A consumer's box of keys or values at a stage."""
+    if alternates(params):
+        return key_box(boxes, stage)
+    else:
+        return key_box(boxes, stage * CONSUMERS + CONSUMER)
+
+
+@gluon.jit
 def queue_visit(shared, visit, k_stage, params, CONSUMER):
     """Starts a visit's S."""
     q_state = stage_of(visit, params.tile.Q_STAGES)
     shared.q.consumer_wait(q_state)
-    keys = key_box(shared.k, k_stage * CONSUMERS + CONSUMER)
+    keys = consumer_box(shared.k, k_stage, params, CONSUMER)
     # S^T = K Q^T
     return queue_transposed(keys, shared.q.tile(q_state), params.tile.D, params.tile.BLOCK_M)
 
@@ -78,7 +94,7 @@ def store_ds(shared, ds_NJ, visit, lane, params, CONSUMER):
     """Passes one consumer's dS to the warpgroup that computes dQ."""
     dtype: gl.constexpr = shared.k.dtype
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
-    state = stage_of(visit, params.tile.DS_STAGES)
+    state = stage_of(visit, ds_stages(params))
     barrier.wait(shared.ds_empty.index(state.index), state.phase ^ 1)
     memory = shared.consumer_ds(state, CONSUMER)
     if BLOCK_M == ROWS:
@@ -108,8 +124,8 @@ def step(
 ):
     """One visit. made: (its probabilities, dK, dV), which is also what it returns.
 
-    Unless LAST, the returned probabilities are those of the next visit, which has this number in
-    the work tile and a mask if MASKED. Its five products:
+    Unless LAST, the returned probabilities are those of the consumer's next visit, which has this
+    number in the work tile and a mask if MASKED. Its five products:
 
         S^T = K Q^T    of the next visit
         dP^T = V dO^T
@@ -120,13 +136,14 @@ def step(
     queued, dk, dv = made
     dtype: gl.constexpr = shared.k.dtype
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
+    APART: gl.constexpr = visits_apart(params)
     operand: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
     operand_k: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     layout: gl.constexpr = gl.SliceLayout(0, scores_layout(dtype, BLOCK_M, gl.num_warps()))
     q_state = stage_of(visit, params.tile.Q_STAGES)
     do_state = stage_of(visit, params.tile.DO_STAGES)
     shared.do.consumer_wait(do_state)
-    values, dout = key_box(shared.v, CONSUMER), shared.do.tile(do_state)
+    values, dout = consumer_box(shared.v, 0, params, CONSUMER), shared.do.tile(do_state)
     # dP^T = V dO^T
     dp_NM = queue_transposed(values, dout, params.tile.E, BLOCK_M)
     dp_NM = wait_products(dp_NM)
@@ -141,7 +158,7 @@ def step(
     if LAST:
         dv = wait_for_gradients(dv)
     else:
-        s_NM = queue_visit(shared, visit + 1, k_stage, params, CONSUMER)
+        s_NM = queue_visit(shared, visit + APART, k_stage, params, CONSUMER)
         dv = wait_for_gradients(dv, part_count(params.tile.D))
     shared.do.consumer_release_after_mma(do_state)
     left = from_pairs(ds_NJ, dtype, operand_k)
@@ -150,7 +167,7 @@ def step(
     if not LAST:
         s_NM = wait_products(s_NM, part_count(params.tile.D))
         queued = visit_probabilities(
-            shared, s_NM, visit + 1, blocks, params, tile, number, CONSUMER, MASKED
+            shared, s_NM, visit + APART, blocks, params, tile, number, CONSUMER, MASKED
         )
     # ptxas: a product that still runs at the end of an iteration is copied, which waits for it.
     dk = wait_for_gradients(dk)
@@ -160,7 +177,7 @@ def step(
 
 @gluon.jit
 def full_run(params, tile, blocks, number, last):
-    """How many visits from this number to the last need no mask."""
+    """How many of a consumer's visits from this number to the last need no mask."""
     if params.tile.HEADS_INNERMOST:
         group = params.sizes.group
         turn = number // group
@@ -173,18 +190,46 @@ def full_run(params, tile, blocks, number, last):
         block = blocks.begin + number % count
         left = blocks.full_end - block
     run = gl.where(is_masked(blocks, block), 0, left)
-    return gl.minimum(run, last - number + 1)
+    run = gl.minimum(run, last - number + 1)
+    if alternates(params):
+        run = (run + 1) // 2
+    return run
+
+
+@gluon.jit
+def own_visits(first, end, visit, CONSUMER):
+    """(first, end, visits before the first) of a consumer that alternates with the other: of visits
+    of all work tiles it has the even or the odd ones, so that stages of rings are always its own.
+    At least one is its own."""
+    ahead = (visit + CONSUMER) & 1
+    first += ahead
+    return first, end - (end - first + 1) % 2, visit + ahead
+
+
+@gluon.jit
+def pass_over(shared, params, kv_count):
+    """Takes a work tile of whose visits none is this consumer's."""
+    k_state = stage_of(kv_count, params.tile.K_STAGES)
+    barrier.wait(shared.k_full.index(k_state.index), k_state.phase)
+    barrier.wait(shared.v_full.index(0), kv_count & 1)
+    # Its barrier comes before the stages are free.
+    wait_for_outlet()
+    barrier.arrive_after_mma(shared.v_empty.index(0))
+    barrier.arrive_after_mma(shared.k_empty.index(k_state.index))
 
 
 @gluon.jit
 def backward_mainloop(shared, visit, blocks, params, tile, kv_count, CONSUMER):
-    """(dK, dV, visits so far), not scaled, of one consumer's keys, over a work tile's visits, at
-    least one. visit: visits before it, of all work tiles. kv_count: work tiles before it that had
-    visits."""
+    """(dK, dV, visits so far), not scaled, of one consumer's keys, over its visits of a work tile,
+    at least one. visit: visits before it, of all work tiles. kv_count: work tiles before it that
+    had visits."""
+    APART: gl.constexpr = visits_apart(params)
     dtype: gl.constexpr = shared.k.dtype
     dk = no_gradients(params.tile.D, dtype)
     dv = no_gradients(params.tile.E, dtype)
     first, end = visit_range(params, tile, blocks)
+    if APART > 1:
+        first, end, visit = own_visits(first, end, visit, CONSUMER)
     k_state = stage_of(kv_count, params.tile.K_STAGES)
     barrier.wait(shared.k_full.index(k_state.index), k_state.phase)
     s_NM = queue_visit(shared, visit, k_state.index, params, CONSUMER)
@@ -199,9 +244,9 @@ def backward_mainloop(shared, visit, blocks, params, tile, kv_count, CONSUMER):
     stage = k_state.index
     while number < last:
         # Visits with a mask are outside of the loop.
-        run = full_run(params, tile, blocks, number + 1, last)
+        run = full_run(params, tile, blocks, number + APART, last)
         for _ in range(run):
-            number += 1
+            number += APART
             made = step(
                 shared,
                 made,
@@ -216,9 +261,9 @@ def backward_mainloop(shared, visit, blocks, params, tile, kv_count, CONSUMER):
                 False,
                 False,
             )
-            visit += 1
+            visit += APART
         if run == 0:
-            number += 1
+            number += APART
             made = step(
                 shared,
                 made,
@@ -233,7 +278,7 @@ def backward_mainloop(shared, visit, blocks, params, tile, kv_count, CONSUMER):
                 True,
                 False,
             )
-            visit += 1
+            visit += APART
     _queued, dk, dv = step(
         shared, made, visit, last, blocks, params, tile, stage, lane, CONSUMER, False, True
     )

@@ -18,7 +18,14 @@ from heedful.kernels.hopper.backward.dq.sums import (
 )
 from heedful.kernels.hopper.backward.far_rows import any_far, is_far, scale_rows
 from heedful.kernels.hopper.backward.mask import list_words, range_words
-from heedful.kernels.hopper.backward.shared import SHARES, adders, word_count, words_of
+from heedful.kernels.hopper.backward.shared import (
+    CONSUMERS,
+    SHARES,
+    adders,
+    alternates,
+    word_count,
+    words_of,
+)
 from heedful.kernels.hopper.backward.tile import (
     is_masked,
     key_tile,
@@ -86,13 +93,16 @@ def load_bounds(params, tile, head, row, are_needed):
 
 @gluon.jit
 def store_bits(shared, params, tile, blocks, visit, first, row, state):
-    """`store_words` by a block mask, if the visit is its work tile's first or needs a mask, or if
-    consumers mask every visit."""
+    """`store_words` by a block mask, if the visit is a consumer's first of its work tile or needs a
+    mask, or if consumers mask every visit."""
     ALWAYS: gl.constexpr = params.tile.DQ_REGS is None
     SIDE: gl.constexpr = params.mask.blocks.SIDE
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     _ahead, place, entry = listed_visit(params, tile, blocks, visit)
-    if ALWAYS or (place < blocks.full_begin) | (visit == first):
+    is_first = visit == first
+    if alternates(params):
+        is_first = visit < first + CONSUMERS
+    if ALWAYS or (place < blocks.full_begin) | is_first:
         barrier.wait(shared.q.empty.index(state.index), state.phase ^ 1)
         rows_M = row + gl.arange(0, params.tile.BLOCK_M, layout=layout)
         for i in range(word_count(params)):

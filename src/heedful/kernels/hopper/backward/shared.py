@@ -20,6 +20,24 @@ SHARES: gl.constexpr = gl.constexpr(2)
 
 
 @gluon.constexpr_function
+def alternates(params):
+    """Whether both consumers have the same 64 keys, and of their visits each every second one."""
+    return params.tile.BLOCK_N == 64 and params.tile.DQ_REGS is not None
+
+
+@gluon.constexpr_function
+def visits_apart(params):
+    """The number of a consumer's next visit less that of its last one."""
+    return 2 if alternates(params) else 1
+
+
+@gluon.constexpr_function
+def ds_stages(params):
+    """Stages of dS, in the order of visits."""
+    return params.tile.DS_STAGES * visits_apart(params)
+
+
+@gluon.constexpr_function
 def adders(params):
     """Warps that add dQ to global memory, taking visits in turn. There are two if they wait for
     turns, which takes longer than a visit."""
@@ -34,9 +52,10 @@ def allocate_queries(io, params):
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     STAGES: gl.constexpr = params.tile.DO_STAGES
     shape: gl.constexpr = io.dout.block_type.shape
-    q = Pipeline.allocate(io.q, params.tile.Q_STAGES, CONSUMERS)
+    READERS: gl.constexpr = CONSUMERS // visits_apart(params)
+    q = Pipeline.allocate(io.q, params.tile.Q_STAGES, READERS)
     boxes = allocate_boxes(io.dout, STAGES)
-    full, empty = barriers(STAGES + 1, 1), barriers(STAGES, CONSUMERS)
+    full, empty = barriers(STAGES + 1, 1), barriers(STAGES, READERS)
     do = Pipeline(boxes, None, full, empty, box_rows(shape), shape[-1])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ARRAYS: gl.constexpr = params.tile.Q_STAGES * (1 + word_count(params))
@@ -66,7 +85,7 @@ def load_words(shared, params, stage, CONSUMER, layout: gl.constexpr):
     if params.mask.blocks.SIDE:
         # The compiler treats it as one number of all warps.
         half = inline_asm("mov.u32 $0, %tid.x; bfe.u32 $0, $0, 6, 1;", "=r", [], gl.int32)
-        i = CONSUMER * (ROWS // 32) + half
+        i = half if alternates(params) else CONSUMER * (ROWS // 32) + half
     return words_of(shared, params, stage, i).load(layout).to(gl.int32, bitcast=True)
 
 
@@ -78,6 +97,13 @@ def row_numbers(shared, params, stage, CONSUMER, layout: gl.constexpr, MASKED: g
     if MASKED and word_count(params) > 0:
         rows = rows + (load_words(shared, params, stage, CONSUMER, layout),)
     return rows
+
+
+@gluon.constexpr_function
+def ds_bytes(shared):
+    """Bytes of one consumer's dS, in all stages."""
+    boxes, rows, columns = shared.ds.shape
+    return boxes // 2 * rows * columns * 2
 
 
 @gluon.jit
@@ -115,10 +141,11 @@ def wait_for_outlet():
 class BackwardShared:
     """k: for each consumer a box of 64 keys, of two work tiles. v: the same, of one work tile. q,
     do: rings of query tiles and cotangents. lse (in base 2), delta: the numbers of their rows. ds:
-    for each consumer a ring of boxes, keys by queries. dq: shares.
+    for each consumer a ring of boxes, keys by queries. dq: shares. Consumers that alternate have
+    one box of keys, and their boxes of dS are one ring.
 
-    Full and empty barriers: one for each stage of k, for v, and for each stage of ds of both
-    consumers; dq_empty for each share; dq_full for each share and each warp that adds.
+    Full and empty barriers: one for each stage of k, for v, and for each stage of ds; dq_empty for
+    each share; dq_full for each share and each warp that adds.
     """
 
     k: gl.shared_memory_descriptor
@@ -142,6 +169,9 @@ class BackwardShared:
     def allocate(io, params):
         BLOCK_M: gl.constexpr = params.tile.BLOCK_M
         K_STAGES: gl.constexpr = params.tile.K_STAGES
+        STAGES: gl.constexpr = ds_stages(params)
+        WRITERS: gl.constexpr = CONSUMERS // visits_apart(params)
+        BOXES: gl.constexpr = params.tile.BLOCK_N // ROWS
         # The first share is the largest one.
         SHARE: gl.constexpr = ROWS * share_columns(params.tile.D, BLOCK_M, 0)
         q, do, lse, delta = allocate_queries(io, params)
@@ -150,8 +180,8 @@ class BackwardShared:
             io.q.dtype, [CONSUMERS * params.tile.DS_STAGES, ROWS, BLOCK_M], layout
         )
         return BackwardShared(
-            allocate_boxes(io.k, K_STAGES * CONSUMERS),
-            allocate_boxes(io.v, CONSUMERS),
+            allocate_boxes(io.k, K_STAGES * BOXES),
+            allocate_boxes(io.v, BOXES),
             q,
             do,
             lse,
@@ -163,13 +193,17 @@ class BackwardShared:
             # The warpgroup that computes dQ reads keys, too.
             barriers(K_STAGES, CONSUMERS + 1),
             barriers(1, CONSUMERS),
-            barriers(params.tile.DS_STAGES, CONSUMERS * 4),
-            barriers(params.tile.DS_STAGES, 1),
+            barriers(STAGES, WRITERS * 4),
+            barriers(STAGES, 1),
             barriers(SHARES * adders(params), 4),
             barriers(SHARES, 1),
         )
 
     @gluon.jit
     def consumer_ds(self, state, CONSUMER):
-        """One consumer's box of dS at a stage."""
-        return self.ds.index(CONSUMER * state.stages + state.index)
+        """One consumer's box of dS at a stage. Those of a consumer lie side by side."""
+        if state.stages == self.ds.shape[0]:
+            first = CONSUMER * (state.stages // CONSUMERS)
+            return self.ds.index(first + state.index // CONSUMERS)
+        else:
+            return self.ds.index(CONSUMER * state.stages + state.index)

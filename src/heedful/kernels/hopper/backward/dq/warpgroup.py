@@ -13,7 +13,14 @@ from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwar
 from heedful.kernels.hopper.backward.columns import share_columns
 from heedful.kernels.hopper.backward.dq.sums import put_dq
 from heedful.kernels.hopper.backward.mainloop import key_box
-from heedful.kernels.hopper.backward.shared import CONSUMERS, SHARES, adders
+from heedful.kernels.hopper.backward.shared import (
+    CONSUMERS,
+    SHARES,
+    adders,
+    alternates,
+    ds_stages,
+    visits_apart,
+)
 from heedful.kernels.hopper.backward.tile import (
     is_visited,
     key_tile,
@@ -36,9 +43,11 @@ def make_dq(shared, ds_state, k_stage, params, SHARE: gl.constexpr):
     COLS: gl.constexpr = share_columns(D, M, SHARE)
     layout: gl.constexpr = scores_layout(shared.k.dtype, COLS)
     dq = gl.zeros([ROWS, COLS], gl.float32, layout)
-    for i in gl.static_range(CONSUMERS):
-        left = shared.consumer_ds(ds_state, i)
-        right = key_box(shared.k, k_stage * CONSUMERS + i)
+    BOXES: gl.constexpr = CONSUMERS // visits_apart(params)
+    for i in gl.static_range(BOXES):
+        maker = ds_state.index % CONSUMERS if alternates(params) else i
+        left = shared.consumer_ds(ds_state, maker)
+        right = key_box(shared.k, k_stage * BOXES + i)
         if M > ROWS:
             left = left.slice(SHARE * ROWS, ROWS, dim=1)
         else:
@@ -60,7 +69,7 @@ def send_dq(shared, dq, visit, params, SHARE: gl.constexpr):
 @gluon.jit
 def visit_dq(shared, visit, k_stage, params):
     """Computes dQ of one visit, and releases its dS."""
-    ds_state = stage_of(visit, params.tile.DS_STAGES)
+    ds_state = stage_of(visit, ds_stages(params))
     barrier.wait(shared.ds_full.index(ds_state.index), ds_state.phase)
     for share in gl.static_range(SHARES):
         dq = make_dq(shared, ds_state, k_stage, params, share)
