@@ -29,7 +29,8 @@ class Box(NamedTuple):
 
 def strips() -> Iterator[tuple[str, Sequence[int], list[Box]]]:
     """By layout its name, the batch's lengths in tiles, and the pieces of each rank."""
-    from heedful.distributed.layouts import BLOCK, CAUSAL, LAYOUTS
+    from heedful.core.call.spread import BLOCK, CAUSAL
+    from heedful.distributed.layouts import LAYOUTS
 
     for name, lengths in (
         ("zigzag", (BLOCKS,)),
@@ -56,7 +57,7 @@ def _gather() -> Iterator[Box]:
 
 
 def _heads() -> Iterator[Box]:
-    from heedful.distributed.schedules import spread_heads
+    from heedful.core.call.spread import spread_heads
 
     for rank, heads in enumerate(spread_heads(4 * HEADS, HEADS, RANKS)):
         yield Box(rank, 0.0, 0.22, "q, k, v", True)
@@ -66,7 +67,8 @@ def _heads() -> Iterator[Box]:
 
 def _ring(ranks: int, of: int, begin: float, end: float) -> Iterator[Box]:
     """of: how many ranks stand beside each other, which do the same."""
-    from heedful.distributed.layouts import BLOCK, CAUSAL, LAYOUTS
+    from heedful.core.call.spread import BLOCK, CAUSAL
+    from heedful.distributed.layouts import LAYOUTS
     from heedful.distributed.rings import ring_steps
 
     layout = LAYOUTS["zigzag"]([BLOCKS * BLOCK], ranks, CAUSAL)

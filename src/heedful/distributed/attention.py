@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
+from heedful.core.call.spread import Mask
 from heedful.distributed import gather, heads, ring, traced
-from heedful.distributed.layouts import Mask
 from heedful.distributed.plan import ContextPlan, mask_of
 from heedful.torch.base.dispatch import has_shards
 

@@ -10,22 +10,26 @@ from dataclasses import dataclass
 from math import ceil
 
 from heedful.core.base.device import by_name
-from heedful.distributed.layouts import BLOCK, LAYOUTS, Layout, Mask, Piece
-from heedful.distributed.schedules import Crossing, Schedule, crossing, spread_heads
+from heedful.core.call.spread import BLOCK, Mask, spread_heads
+from heedful.core.planning.waves import Lengths, Shape, most_scores
+from heedful.distributed.layouts import LAYOUTS, Layout
+from heedful.distributed.schedules import Call, Crossing, Schedule, calls_of, crossing
 
-# FLOP/s of the forward and of the backward: 32k and 64k causal tokens on an H200.
-FLOPS, BACKWARD_FLOPS = 760e12, 585e12
+# FLOP/s of the forward and of the backward on an H200, whose SMs compute whole tiles: 16k and 64k
+# causal tokens, replayed.
+FLOPS, BACKWARD_FLOPS = 755e12, 610e12
 # Bytes/s that a device receives from another: 32 MiB sent, and copied out of its memory, between
 # two H200s. LINK is between them, for what decides on groups of heads.
 SEND, COPY, LINK = 225e9, 350e9, 270e9
 # The same between hosts, of whose devices each has a link of 400 Gbit/s: assumed, not measured.
 BETWEEN_HOSTS, PER_HOST = 45e9, 8
-SMS = by_name("H200").units
-# Packing and a collective's own time, in seconds.
+DEVICE = by_name("H200")
+SMS = DEVICE.units
+# A collective's own time, in seconds.
 LATENCY = 40e-6
 # Seconds of the host for one group of heads.
 HOST = 300e-6
-# Bytes/s of a merge, which reads a part and a sum of 4 bytes and writes the sum.
+# Bytes/s of what is bound by memory: merges, packing, the prologue and the epilogue of a backward.
 MEMORY = 3e12
 
 
@@ -70,6 +74,34 @@ class Time:
         return self.forward + self.backward
 
 
+def shape_of(heads: tuple[int, int], dims: tuple[int, int], size: int) -> Shape:
+    """size: of an element."""
+    return Shape(DEVICE, heads, dims, "float32" if size == 4 else "bfloat16")
+
+
+def call_time(shape: Shape, lengths: Lengths, backward: bool) -> float:
+    """Seconds of a call alone. The backward has five products where the forward has two, and its
+    other kernels read out and dout, and clear, read and round sums of dQ."""
+    work = most_scores(shape, lengths, backward) * SMS * sum(shape.dims)
+    if not backward:
+        return work * 2 / FLOPS
+    size = 4 if shape.dtype == "float32" else 2
+    row = 2 * size * shape.dims[1] + (8 + size) * shape.dims[0]
+    rows = sum(lengths.queries) * shape.heads[0]
+    return work * 5 / BACKWARD_FLOPS + rows * row / MEMORY
+
+
+def _lengths(call: Call) -> Lengths:
+    return Lengths(call.lengths_q, call.lengths_k, call.window)
+
+
+def whole(lengths: Sequence[int], mask: Mask) -> Lengths:
+    """The batch as one call."""
+    bounds = (-1 if bound is None else bound for bound in (mask.left, mask.right))
+    counts = tuple(n for n in lengths if n)
+    return Lengths(counts, counts, (*bounds, mask.first))
+
+
 def gather(
     layout: Layout,
     mask: Mask,
@@ -86,14 +118,37 @@ def gather(
     for backward in (False, True):
         sizes, is_hidden = head_groups(needs, heads, dims, size, backward)
         slowest = 0.0
-        for received, work in zip(needs.received, layout.tiles(mask), strict=True):
-            arrive = received * sum(dims) * size * heads[1] / link
+        for rank, received in enumerate(needs.received):
+            row = sum(dims) * size * heads[1]
+            arrive = received * row / link
             first = 0.0 if is_hidden else arrive * sizes[0] / heads[1]
-            rest = max(compute(work, heads[0], dims, backward), arrive - first)
+            work = _by_groups(calls_of(layout, mask, rank), heads, dims, size, sizes, backward)
+            rest = max(work, arrive - first)
             last = arrive * min(sizes) / heads[1] if backward else 0.0
-            slowest = max(slowest, LATENCY + first + rest + last)
+            # Own rows are packed; gradients are read, those of others too, and written.
+            held = sum(b - a for a, b in needs.needed[rank]) - received
+            packed = (2 * held + backward * (held + 2 * received)) * row / MEMORY
+            waits = LATENCY * (needs.most_received > 0)
+            slowest = max(slowest, waits + packed + first + rest + last)
         found.append(slowest)
     return Time(*found)
+
+
+def _by_groups(
+    calls: Sequence[Call],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    size: int,
+    sizes: Sequence[int],
+    backward: bool,
+) -> float:
+    """Seconds of all calls; those with keys of others are made for each group of heads."""
+    total, group = 0.0, heads[0] // heads[1]
+    for call in calls:
+        for count in (heads[1],) if call.is_local else sizes:
+            shape = shape_of((count * group, count), dims, size)
+            total += call_time(shape, _lengths(call), backward)
+    return total
 
 
 def heads(
@@ -101,13 +156,14 @@ def heads(
 ) -> Time:
     """q, k and v are waited for, then out; in the backward dout, then gradients."""
     ranks = len(layout.shards)
+    mine = max(1, heads[0] // ranks), max(1, heads[1] // ranks)
     foreign = layout.starts[-1] * (ranks - 1) / ranks / link_of(ranks) * size
     query = heads[0] / ranks * dims[0]
     keys = max(1.0, heads[1] / ranks) * sum(dims)
     out = heads[0] / ranks * dims[1]
-    tiles = sum(layout.tiles(mask)) / ranks
     arrive = 2 * LATENCY + foreign * (query + keys + out)
-    kernels = (compute(tiles, heads[0], dims, backward) for backward in (False, True))
+    shape, every = shape_of(mine, dims, size), whole(layout.lengths, mask)
+    kernels = (call_time(shape, every, backward) for backward in (False, True))
     return Time(*(arrive + kernel for kernel in kernels))
 
 
@@ -122,15 +178,37 @@ def ring(
     found = []
     for backward in (False, True):
         slowest = 0.0
-        for rank, (rows, work) in enumerate(zip(received, layout.tiles(mask), strict=True)):
+        for rank, rows in enumerate(received):
+            calls = calls_of(layout, mask, rank)
+            work = _by_groups(calls, heads, dims, size, [heads[1]], backward)
             each = size + 4 * backward
             arrive = rows * sum(dims) * each * heads[1] / link / max(1, others)
             merge = layout.tokens(rank) * heads[0] * dims[1] * (3 * size + 12) / MEMORY
-            step = compute(work, heads[0], dims, backward) / (others + 1)
+            step = work / (others + 1)
             rest = max(step + merge * (rows > 0), arrive)
-            slowest = max(slowest, LATENCY + step + others * rest)
+            waits = LATENCY * (max(received) > 0)
+            slowest = max(slowest, waits + step + others * rest)
         found.append(slowest)
     return Time(*found)
+
+
+def in_grid(
+    shards: Layout,
+    width: int,
+    mask: Mask,
+    heads_of: tuple[int, int],
+    dims: tuple[int, int],
+    size: int,
+) -> Time:
+    """The strategy "heads x ring". shards: the layout of the grid's rows, each of `width` ranks,
+    which exchange a shard's tokens for heads."""
+    mine = heads_of[0] // width, heads_of[1] // width
+    of_ring = ring(shards, mask, mine, dims, size)
+    rows = max(shards.tokens(rank) for rank in range(len(shards.shards)))
+    row = (mine[0] + mine[1]) * sum(dims) * size
+    link = link_of(width * len(shards.shards))
+    waits = 2 * LATENCY + rows * (width - 1) / width * row / link
+    return Time(of_ring.forward + waits, of_ring.backward + waits)
 
 
 def link_of(ranks: int, copies: bool = False) -> float:
@@ -176,8 +254,8 @@ def predicted(
     """Lines on a batch over so many ranks, none of which needs to be there."""
     name, why = layout_for(lengths, mask)
     layout = LAYOUTS[name](lengths, ranks, mask)
-    tiles = [mask.tiles(Piece(d, 0, length), length) for d, length in enumerate(lengths)]
-    alone = [compute(sum(tiles), heads_of[0], dims, backward) for backward in (False, True)]
+    shape, every = shape_of(heads_of, dims, size), whole(lengths, mask)
+    alone = [call_time(shape, every, backward) for backward in (False, True)]
     received = crossing(layout, mask).most_received * sum(dims) * size * heads_of[1]
     lines = [
         f"{ranks} ranks, layout {name}: {why}; balance {layout.balance(mask):.3f}",
@@ -200,8 +278,6 @@ def predicted(
     return lines
 
 
-def compute(tiles: float, heads_q: int, dims: tuple[int, int], backward: bool = False) -> float:
-    """Seconds of a kernel that computes so many tiles of each query head."""
-    # The backward has five products where the forward has two.
-    work = tiles * BLOCK * BLOCK * heads_q * sum(dims)
-    return work * 5 / BACKWARD_FLOPS if backward else work * 2 / FLOPS
+def compute(tiles: float, heads_q: int, dims: tuple[int, int]) -> float:
+    """Seconds of a forward of so many tiles of each query head, about."""
+    return tiles * BLOCK * BLOCK * heads_q * sum(dims) * 2 / FLOPS

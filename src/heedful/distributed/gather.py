@@ -35,18 +35,37 @@ def groups(
     """KV heads in groups, one where nothing runs beside a transfer; and whether local calls hide
     the first one's. is_shared: to ask for a transfer takes the host little time."""
     heads = q.shape[1], k.shape[1]
-    sizes, is_hidden = [heads[1]], True
-    if q.device.type == "cuda":
-        dims = k.shape[-1], v.shape[-1]
-        # All ranks capture a step, or none does.
-        replayed = is_shared or torch.cuda.is_current_stream_capturing()
-        sizes, is_hidden = head_groups(on.schedule, heads, dims, k.itemsize, backward, replayed)
+    if q.device.type != "cuda":
+        return _groups([heads[1]], heads), True
+    # All ranks capture a step, or none does.
+    replayed = is_shared or torch.cuda.is_current_stream_capturing()
+    return kept_groups(on, heads, (k.shape[-1], v.shape[-1]), k.itemsize, backward, replayed)
+
+
+def kept_groups(
+    on: OnDevice,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    size: int,
+    backward: bool,
+    replayed: bool,
+) -> tuple[list[Group], bool]:
+    """`head_groups` of a schedule, made once."""
+    key = heads, dims, size, backward, replayed
+    kept = on.kept.get(key)
+    if kept is None:
+        sizes, is_hidden = head_groups(on.schedule, heads, dims, size, backward, replayed)
+        kept = on.kept[key] = _groups(sizes, heads), is_hidden
+    return kept
+
+
+def _groups(sizes: Sequence[int], heads: tuple[int, int]) -> list[Group]:
     each, begin, found = heads[0] // heads[1], 0, []
     for size in sizes:
         end = begin + size
         found.append(Group(slice(begin, end), slice(begin * each, end * each)))
         begin = end
-    return found, is_hidden
+    return found
 
 
 class Keys:
@@ -70,11 +89,10 @@ class Keys:
         self._shape = group.keys.stop - group.keys.start, sum(self._dims)
         self.rows = k.new_empty((on.schedule.count, *self._shape)) if part is None else part.rows
         if part is None:
-            own = [(rows, self.rows[place]) for rows, place in on.schedule.own]
+            for rows, place in on.schedule.own:
+                side_by_side([x[rows, group.keys] for x in words], self.rows[place])
         else:
-            own = part.own
-        for rows, place in own:
-            side_by_side([x[rows, group.keys] for x in words], place)
+            part.pack(*words)
         self._exchange: Any = None
 
     def begin(self, after: Any) -> None:
@@ -98,6 +116,8 @@ class Keys:
 
     def of(self, call: Call) -> tuple[Tensor, Tensor]:
         """k and v of a call, views."""
+        if self._part is not None:
+            return self._part.of(call.keys, self._dims)
         k, v = self.rows[call.keys].split(self._dims, -1)
         return k, v
 

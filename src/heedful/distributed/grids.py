@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from heedful.distributed.layouts import BLOCK, Layout, Piece
+from heedful.core.call.spread import BLOCK, Piece
+from heedful.distributed.layouts import Layout
 
 # Groups of rows and columns, by group and how many ranks a row has. They live as long as the group.
 _GROUPS: dict[tuple[Any, int], tuple[Any, Any]] = {}

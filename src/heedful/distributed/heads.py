@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heedful.core.call.spread import spread_heads
 from heedful.distributed import ring
 from heedful.distributed.exchange import Exchange, copy, side_by_side
 from heedful.distributed.grids import Grid
 from heedful.distributed.plan import ContextPlan, StepsOnDevice
-from heedful.distributed.schedules import spread_heads
 from heedful.torch import attention_backward, flash_attn_varlen_func
 
 # [begin, end) of the heads of every rank.

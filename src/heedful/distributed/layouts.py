@@ -9,56 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-# Rows and keys of a kernel's tile, which is also the unit of work.
-BLOCK = 128
+from heedful.core.call.spread import BLOCK, CAUSAL, Mask, Piece
+
 # The most documents that `documents` may cut: with more, short pieces cost more tiles than balance
 # saves.
 _MOST_CUT = 64
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Tokens [begin, end) of a document."""
-
-    document: int
-    begin: int
-    end: int
-
-    def __len__(self) -> int:
-        return self.end - self.begin
-
-
-@dataclass(frozen=True)
-class Mask:
-    """Which keys of its document a query at position i sees: those from i - left to i + right; None
-    means no bound. Left of it the `first` keys of the document stay visible."""
-
-    left: int | None = None
-    right: int | None = 0
-    first: int = 0
-
-    def keys(self, piece: Piece, length: int) -> tuple[int, int]:
-        """[begin, end) of the keys that a piece of a document of this length sees, but for those of
-        `leading`."""
-        begin = 0 if self.left is None else max(0, piece.begin - self.left)
-        end = length if self.right is None else min(length, piece.end + self.right)
-        return 0 if begin <= self.first else begin, end
-
-    def leading(self, piece: Piece, length: int) -> int:
-        """How many of the first keys it sees that lie apart from `keys`."""
-        return self.first if self.keys(piece, length)[0] else 0
-
-    def tiles(self, piece: Piece, length: int) -> int:
-        """How many tiles of BLOCK rows and BLOCK keys a piece's attention computes."""
-        count = 0
-        for begin in range(piece.begin, piece.end, BLOCK):
-            rows = Piece(piece.document, begin, min(begin + BLOCK, piece.end))
-            first, end = self.keys(rows, length)
-            count += -(-end // BLOCK) - first // BLOCK + -(-self.leading(rows, length) // BLOCK)
-        return count
-
-
-CAUSAL = Mask()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from heedful.distributed.exchange import words_of
+from heedful.distributed.exchange import side_by_side, words_of
 from heedful.distributed.schedules import Schedule
 
 # By group and device. They live as long as the process: graphs have their addresses.
@@ -30,6 +30,8 @@ class SharedPart:
 
     def __init__(self, shared: "SharedRows", rank: int, heads: slice):
         schedule, back = shared.schedule, shared.schedule.back
+        self._heads = heads
+        self._views: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
         self.rows, self.gradients = shared.keys(rank, heads), shared.gradients(rank, heads)
         self.own = [(rows, words_of(self.rows[place])) for rows, place in schedule.own]
         self.keys, self.taken = [], []
@@ -44,6 +46,25 @@ class SharedPart:
                 theirs = shared.gradients(other, heads)
                 pairs = zip(parts, of_peer, strict=True)
                 self.taken += [(part, theirs[place]) for part, place in pairs]
+
+    def of(self, keys: slice, dims: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """k and v of a call, views that are made once."""
+        place = keys.start, keys.stop, dims[0]
+        views = self._views.get(place)
+        if views is None:
+            k, v = self.rows[keys].split(dims, -1)
+            views = self._views[place] = k, v
+        return views
+
+    def pack(self, k: Tensor, v: Tensor) -> None:
+        """Writes this rank's k and v, both as wide words or neither, where others read them."""
+        heads = self._heads
+        for rows, place in self.own:
+            parts = [k[rows, heads], v[rows, heads]]
+            if place.dtype == k.dtype:
+                torch.cat(parts, -1, out=place)
+            else:
+                side_by_side(parts, place)
 
 
 class SharedRows:

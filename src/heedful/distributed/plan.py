@@ -14,13 +14,14 @@ from torch import Tensor
 from heedful.core.base.entered import PLANS
 from heedful.core.base.numbers import LONGEST, ints, whole
 from heedful.core.call.mask import MaskSpec
+from heedful.core.call.spread import Mask, spread_heads
 from heedful.distributed import cost
 from heedful.distributed.exchange import agree, swap
 from heedful.distributed.grids import Grid, grid, split, width_of
-from heedful.distributed.layouts import LAYOUTS, Layout, Mask
+from heedful.distributed.layouts import LAYOUTS, Layout
 from heedful.distributed.peers import SharedRows, peers_of
 from heedful.distributed.rings import Part, Step, ring_steps
-from heedful.distributed.schedules import Schedule, gathered, places_of, rows_of, spread_heads
+from heedful.distributed.schedules import Schedule, gathered, places_of, rows_of
 from heedful.distributed.traced import number_of
 
 STRATEGIES = ("gather", "heads", "ring", "heads x ring")

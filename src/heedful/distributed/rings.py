@@ -9,7 +9,8 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from heedful.distributed.layouts import Layout, Mask, Piece
+from heedful.core.call.spread import Mask, Pair, Piece, pair_of
+from heedful.distributed.layouts import Layout
 from heedful.distributed.schedules import Places, Rows, batch_rows, runs_of, union
 
 
@@ -76,41 +77,8 @@ def ring_steps(layout: Layout, mask: Mask, rank: int, one_by_one: bool = False) 
     return tuple(steps)
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """Queries of one document, and keys of which each is seen, and each sees one; window: the mask
-    as a call of these has it, -1 where a bound hides none of these keys."""
-
-    queries: Piece
-    keys: Piece
-    window: tuple[int, int]
-    is_own: bool
-
-
-def _pair(queries: Piece, keys: Piece, left: int | None, right: int | None) -> _Pair | None:
-    """Both without rows that see no key, and keys that no row sees. left, right: as in a
-    Mask; right may be below 0."""
-    begin, end, first, last = queries.begin, queries.end, keys.begin, keys.end
-    if right is not None:
-        begin = max(begin, first - right)
-        last = min(last, end + right)
-    if left is not None:
-        end = min(end, keys.end + left)
-        first = max(first, begin - left)
-    if begin >= end or first >= last:
-        return None
-    # In the call the last query lies on the last key there, so many keys to the left of its own.
-    extra = end - last
-    window = (
-        -1 if left is None or end - 1 - left <= first else left - extra,
-        -1 if right is None or begin + right >= last - 1 else right + extra,
-    )
-    pieces = Piece(queries.document, begin, end), Piece(queries.document, first, last)
-    return _Pair(*pieces, window, queries == keys)
-
-
 @lru_cache(maxsize=256)
-def _pairs(layout: Layout, mask: Mask, rank: int, source: int) -> tuple[_Pair, ...]:
+def _pairs(layout: Layout, mask: Mask, rank: int, source: int) -> tuple[Pair, ...]:
     """All pairs of pieces of a rank's queries and a source's keys that see each other, in the order
     of the rank's rows, then of the source's. First keys are a pair of their own: those left of a
     row's window."""
@@ -120,10 +88,10 @@ def _pairs(layout: Layout, mask: Mask, rank: int, source: int) -> tuple[_Pair, .
     found = []
     for queries in layout.shards[rank]:
         for piece in keys[queries.document]:
-            found.append(_pair(queries, piece, mask.left, mask.right))
+            found.append(pair_of(queries, piece, mask.left, mask.right))
             if mask.left is not None and piece.begin < mask.first:
                 leading = replace(piece, end=min(piece.end, mask.first))
-                pair = _pair(queries, leading, None, -1 - mask.left)
+                pair = pair_of(queries, leading, None, -1 - mask.left)
                 found.append(pair and replace(pair, is_own=False))
     return tuple(pair for pair in found if pair)
 

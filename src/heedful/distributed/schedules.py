@@ -11,7 +11,8 @@ from itertools import accumulate, islice
 
 import numpy as np
 
-from heedful.distributed.layouts import BLOCK, Layout, Mask, Piece
+from heedful.core.call.spread import BLOCK, Mask, Piece
+from heedful.distributed.layouts import Layout
 
 
 @dataclass(frozen=True)
@@ -173,10 +174,7 @@ def gathered(layout: Layout, mask: Mask, rank: int, one_by_one: bool = False) ->
     rows = [batch_rows(layout, piece) for piece in layout.shards[rank]]
     place, held = Places(needed), Places(rows)
     local = _calls(layout, mask, between.local[rank], held, held, one_by_one)
-    remote = [
-        _calls(layout, mask, between.remote[r], _held(layout, r), Places(taken), one_by_one)
-        for r, taken in enumerate(between.needed)
-    ]
+    remote = [_remote(layout, mask, r, one_by_one) for r in ranks]
     return Schedule(
         count=place.count,
         own=tuple((held.of(run), place.of(run)) for run in runs_of(rows, needed)),
@@ -191,6 +189,21 @@ def gathered(layout: Layout, mask: Mask, rank: int, one_by_one: bool = False) ->
         longest=max(_longest(layout, mask, theirs) for theirs in remote),
         back=_returned(layout, between.needed, remote, [call.keys for call in local], rank),
     )
+
+
+def _remote(layout: Layout, mask: Mask, rank: int, one_by_one: bool) -> list[Call]:
+    """The calls of a rank with keys that it gathers."""
+    between, held = crossing(layout, mask), _held(layout, rank)
+    place = Places(between.needed[rank])
+    return _calls(layout, mask, between.remote[rank], held, place, one_by_one)
+
+
+@lru_cache(maxsize=64)
+def calls_of(layout: Layout, mask: Mask, rank: int) -> tuple[Call, ...]:
+    """The calls of a rank's schedule."""
+    held = _held(layout, rank)
+    local = _calls(layout, mask, crossing(layout, mask).local[rank], held, held, False)
+    return (*local, *_remote(layout, mask, rank, False))
 
 
 def _longest(layout: Layout, mask: Mask, calls: Sequence[Call]) -> float:
@@ -466,34 +479,3 @@ def rows_of(layout: Layout, rank: int) -> np.ndarray:
     starts = layout.starts
     spans = [np.arange(p.begin, p.end) + starts[p.document] for p in layout.shards[rank]]
     return np.concatenate(spans) if spans else np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Which heads a rank computes under the strategy "heads": [begin, end) of each kind."""
-
-    queries: tuple[int, int]
-    keys: tuple[int, int]
-
-
-def spread_heads(heads_q: int, heads_k: int, ranks: int) -> tuple[Heads, ...]:
-    """The heads of every rank. Fewer KV heads than ranks are replicated.
-
-    Raises ValueError where a rank would get parts of groups that differ in size, or none at all.
-    """
-    group = heads_q // heads_k
-    if heads_k >= ranks:
-        cuts = [heads_k * rank // ranks for rank in range(ranks + 1)]
-        spans = list(zip(cuts, cuts[1:], strict=False))
-        return tuple(Heads((a * group, b * group), (a, b)) for a, b in spans)
-    copies = ranks // heads_k
-    if ranks % heads_k or group % copies:
-        raise ValueError(
-            f"strategy 'heads' cannot spread {heads_q} query heads and {heads_k} KV heads over"
-            f" {ranks} ranks: take 'gather'"
-        )
-    part = group // copies
-    return tuple(
-        Heads((rank * part, (rank + 1) * part), (rank // copies, rank // copies + 1))
-        for rank in range(ranks)
-    )

@@ -29,20 +29,20 @@ def test_log_normal_lengths_fill_the_batch_and_are_the_same_again():
     assert found == log_normal(64, 65536, 1) != log_normal(64, 65536, 2)
 
 
-def test_batches_are_of_one_document_of_many_and_of_a_window():
-    found = [
-        (case.name.split(",")[0], len(case.lengths), case.window, case.layout)
-        for case in cases(2, seeds=2)
-    ]
+def test_batches_are_of_one_document_of_many_and_of_a_window_what_says_most_first():
+    found = [(case.name, len(case.lengths), case.window, case.layout) for case in cases(2, seeds=2)]
     assert found == [
-        *[("causal", 1, -1, "zigzag")] * 3,
-        *[("64 documents of 64k", 64, -1, "documents")] * 2,
+        ("causal, 8192 a GPU", 1, -1, "zigzag"),
+        ("64 documents of 64k, seed 0", 64, -1, "documents"),
         ("window 1024 of 64k", 1, 1024, "contiguous"),
+        ("causal, 32768 a GPU", 1, -1, "zigzag"),
+        ("64 documents of 64k, seed 1", 64, -1, "documents"),
+        ("causal, 16384 a GPU", 1, -1, "zigzag"),
     ]
+    assert cases(4)[0].name == "causal, 16384 a GPU" and len(cases(4)) == 9
     assert [sum(case.lengths) for case in cases(3, seeds=0)] == [
-        each * 3 for each in (8192, 16384, 32768, 32768)
+        each * 3 for each in (16384, 32768, 32768, 8192)
     ]
-    assert len(list(cases(4))) == 9
 
 
 def test_logarithms_of_lengths_are_spread_as_told():
@@ -154,12 +154,15 @@ def test_one_gpu_takes_the_faster_way(monkeypatch):
     monkeypatch.setattr(parallel, "flash_attn_func", dense)
     monkeypatch.setattr(Work, "times", times)
     tensors = [torch.zeros(5, 2, 4) for _ in range(3)]
-    _, found = parallel.alone(Case("documents", (2, 3), 6), tensors, tensors[0])
+    _, found = parallel.alone(Case("documents", (2, 3), 6), tensors, tensors[0], [])
     assert found == [1.0, 4.0] and asked == [("packed", [0, 2, 5], (3, 3), True, (6, 0))]
     asked.clear()
-    _, found = parallel.alone(Case("one", (5,)), tensors, tensors[0])
+    _, found = parallel.alone(Case("one", (5,)), tensors, tensors[0], [])
     assert found == [1.0, 3.0] and asked[1] == ("dense", (1, 5, 2, 4), True, (-1, 0))
     assert asked[0] == ("packed", [0, 5], (5, 5), True, (-1, 0))
+    asked.clear()
+    # Its times are known.
+    assert parallel.alone(Case("one", (5,)), tensors, tensors[0], [7.0])[1] == [7.0] and not asked
 
 
 class Plan:
@@ -202,7 +205,8 @@ def test_a_row_has_times_of_both_their_efficiency_balance_and_the_plans_time(
         assert causal and window_size == (3, 0)
         return whole(q, k, v) + plan.off
 
-    def alone(case, tensors, dout):
+    def alone(case, tensors, dout, times):
+        assert times == []
         assert [x.shape[1] for x in tensors] == [4, 2, 2] and dout.shape == (5, 4, 8)
         return Work(whole, tensors, dout), [1.0, 3.0, 2.0, 6.0]
 
@@ -216,14 +220,16 @@ def test_a_row_has_times_of_both_their_efficiency_balance_and_the_plans_time(
     monkeypatch.setattr(parallel, "more_memory", lambda call, made: len(call()))
     monkeypatch.setattr(parallel, "predicted", lambda made: (0.75, 0.5))
     case, measured = Case("a case", (2, 3), 3), parallel.Links(225e9, 352e9)
-    found = list(parallel.rows(case, torch.device("cpu"), measured, ways))
+    known: dict[str, list[float]] = {}
+    found = list(parallel.rows(case, torch.device("cpu"), measured, ways, known))
     assert one.reduced.count(parallel.dist.ReduceOp.MAX) == len(ways) - 1
     facts = {"heads_q": 4, "heads_k": 2, "head_dim": 8, "lengths": (2, 3), "window_size": (3, 0)}
     told = [facts | parallel.WAYS[way] | {"layout": "zigzag"} for way in ways]
     assert [plan.facts for plan in plans] == told
     if rank:
-        assert not found
+        assert not found and not known
         return
+    assert known == {"a case": [1.0, 3.0, 2.0, 6.0]}
     numbers = [1.0, 0.5, 1.0, 3.0, 2.0, 0.75, 2.0, 4.0, 0.25, 6.0, 3.0, 1.0, 0.75, 0.5, 1.25, 500.0]
     numbers += [0.25, 0.125, 225, 352, 5, 3]
     words = f"{'a case':34} {ways[0]:12} {'zigzag':10}"
@@ -243,16 +249,16 @@ def test_a_row_has_times_of_both_their_efficiency_balance_and_the_plans_time(
     ],
 )
 def test_a_rank_says_the_cases_and_ways_that_words_choose(words, names, ways, one, monkeypatch):
-    told, said = [], []
+    told, said, kept = [], [], {}
     one.init_process_group = lambda *where, **facts: told.append((where, facts))
     one.destroy_process_group = lambda: told.append("destroyed")
     monkeypatch.setattr(parallel, "cases", lambda ranks: [Case("a b", (ranks,)), Case("c", (1,))])
     monkeypatch.setattr(parallel, "links", lambda device: "links")
     monkeypatch.setattr(parallel, "decode_row", lambda batch, keys, device: f"{batch} of {keys}")
 
-    def rows(case, device, measured, asked):
-        assert measured == "links" and asked == ways
-        return [f"{case.name} on {device}"]
+    def rows(case, device, measured, some, known):
+        assert measured == "links" and known is kept.setdefault("known", known)
+        return [f"{case.name} by {way}" for way in some]
 
     monkeypatch.setattr(parallel, "rows", rows)
     monkeypatch.setattr(torch.cuda, "set_device", told.append)
@@ -264,7 +270,10 @@ def test_a_rank_says_the_cases_and_ways_that_words_choose(words, names, ways, on
     assert told == [torch.device("cuda", 1), (("nccl",), group), "destroyed"]
     assert parallel.os.environ["NCCL_NVLS_ENABLE"] == "0"
     decodes = [f"{batch} of {keys}" for batch, keys in parallel.DECODES]
-    assert said == [f"{name} on cuda:1" for name in names] + decodes * (not words)
+    # All cases by the first way, then each by the others.
+    lines = [f"{name} by {ways[0]}" for name in names]
+    lines += [f"{name} by {way}" for name in names for way in ways[1:]]
+    assert said == lines + decodes * (not words)
 
 
 def test_the_program_starts_a_process_for_each_gpu(monkeypatch):

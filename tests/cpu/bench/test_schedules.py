@@ -1,5 +1,6 @@
 """The schedules of others, which are timed beside ours, compute the whole's attention."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -48,6 +49,7 @@ def apart(rank: int, count: int, name: str, lengths: list[int], window: int) -> 
         ("llama3", [512], -1),
         ("llama3", [100, 300, 1, 111], -1),
         ("llama3", [512], 70),
+        ("torch", [512], -1),
     ],
 )
 def test_a_peers_schedule_is_right(ranks, name, lengths, window):
@@ -63,8 +65,13 @@ def refused(rank: int, count: int, name: str, lengths: list[int], window: int) -
 
 @pytest.mark.parametrize(
     ("name", "lengths", "window"),
-    [("zigzag", [512, 8], -1), ("zigzag", [512], 9), ("llama3", [5], -1)],
+    [("zigzag", [512, 8], -1), ("zigzag", [512], 9), ("llama3", [5], -1), ("torch", [512], 9)],
 )
 def test_what_a_peer_does_not_take_is_refused(ranks, name, lengths, window):
     for said in ranks.run(refused, name, lengths, window):
-        assert said.startswith(f"{name} takes")
+        assert said.startswith(f"{name.replace('torch', 'zigzag')} takes")
+
+
+def test_a_peer_that_is_not_installed_says_so(ranks):
+    if find_spec("transformer_engine") is None:
+        assert set(ranks.run(refused, "te", [512], -1)) == {"transformer_engine is not installed"}

@@ -248,7 +248,8 @@ def refused(rank: int, count: int, more: dict[str, Any], change: str) -> str:
 
 def plan_of_rank(rank: int, count: int, **more: Any) -> ContextPlan:
     """A plan that no rank has agreed to."""
-    from heedful.distributed.layouts import CAUSAL, zigzag
+    from heedful.core.call.spread import CAUSAL
+    from heedful.distributed.layouts import zigzag
 
     facts = {"strategy": "gather", "heads": (4, 2)} | more
     return ContextPlan(None, zigzag([512], count), mask=CAUSAL, reasons=(), **facts)

@@ -16,9 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from heedful.core.call.spread import BLOCK, CAUSAL, Mask, Piece, spread_heads
 from heedful.distributed import ContextPlan, attention, cost, plan, schedules
-from heedful.distributed.layouts import BLOCK, CAUSAL, LAYOUTS, Mask, Piece
-from heedful.distributed.schedules import Schedule, crossing, gathered, rows_of, spread_heads
+from heedful.distributed.layouts import LAYOUTS
+from heedful.distributed.schedules import Schedule, crossing, gathered, rows_of
 from support.runs.ranks import Ranks
 
 LENGTHS = [700, 1, 155, 0, 256]

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heedful import flash_attn_func
+from heedful.core.call.spread import BLOCK, CAUSAL, Mask
 from heedful.distributed import ring
-from heedful.distributed.layouts import BLOCK, CAUSAL, LAYOUTS, Layout, Mask
+from heedful.distributed.layouts import LAYOUTS, Layout
 from heedful.distributed.plan import StepsOnDevice
 from heedful.distributed.rings import Step, ring_steps
 from heedful.distributed.schedules import rows_of

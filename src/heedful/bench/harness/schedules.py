@@ -8,13 +8,19 @@ gather keys by some heads at a time, and reduce their gradients in the inputs' d
 """
 
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 
 from heedful import attention_backward, flash_attn_func, flash_attn_varlen_func
+from heedful.integrations.torch import registry
 
 # KV heads that are gathered at a time by "llama3".
 HEADS_AT_ONCE = 2
@@ -227,4 +233,54 @@ class _Llama3(torch.autograd.Function):
         return dq, dk, dv, None
 
 
-PEERS = {"zigzag": Zigzag, "llama3": Llama3}
+class Torch(Zigzag):
+    """torch's context parallelism, a ring of its own, over kernels of `integrations.torch`, which
+    stays active. It takes as many KV heads as query heads: they are copied before."""
+
+    def __init__(self, lengths: Sequence[int], window: int):
+        super().__init__(lengths, window)
+        if not hasattr(torchs, "_enable_context_parallel_dispatcher_impl"):
+            raise ValueError(f"torch {torch.__version__} has another context parallelism")
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        self._mesh = init_device_mesh(kind, (dist.get_world_size(),))
+        torchs._cp_options.enable_load_balance = True
+        torchs._enable_context_parallel_dispatcher_impl(2, self._mesh)
+        if registry._active is None:
+            registry._activate(kind.upper())
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        group = q.shape[1] // k.shape[1]
+        heads_first = (x.transpose(0, 1)[None] for x in (q, *_copied(k, v, group)))
+        spread = [DTensor.from_local(x, self._mesh, [Shard(2)]) for x in heads_first]
+        operator: Any = torch.ops.aten._scaled_dot_product_flash_attention
+        return operator(*spread, 0.0, True)[0].to_local()[0].transpose(0, 1)
+
+
+def _copied(k: Tensor, v: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    return k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+
+
+class TransformerEngine(Zigzag):
+    """TransformerEngine's context parallelism by its own kernels, its way "p2p"."""
+
+    def __init__(self, lengths: Sequence[int], window: int):
+        super().__init__(lengths, window)
+        if find_spec("transformer_engine") is None:
+            raise ValueError("transformer_engine is not installed")
+        self._made: Any = None
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self._made is None:
+            pytorch = import_module("transformer_engine.pytorch")
+            self._made = pytorch.DotProductAttention(
+                q.shape[1], q.shape[2], num_gqa_groups=k.shape[1], attn_mask_type="causal"
+            )
+            every = [*range(dist.get_world_size())]
+            stream = torch.cuda.Stream()
+            self._made.set_context_parallel_group(dist.group.WORLD, every, stream, "p2p")
+        # (batch, tokens, heads, dim) in, (batch, tokens, heads * dim) out.
+        out = self._made(q[None], k[None], v[None], qkv_format="bshd")
+        return out[0].unflatten(-1, (q.shape[1], -1))
+
+
+PEERS = {"zigzag": Zigzag, "llama3": Llama3, "torch": Torch, "te": TransformerEngine}

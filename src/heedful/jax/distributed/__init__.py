@@ -3,7 +3,7 @@
 `heedful.jax.traced`.
 """
 
-from heedful.jax.distributed.attention import attention
+from heedful.jax.distributed.attention import STRATEGIES, attention
 from heedful.jax.distributed.layouts import LAYOUTS, positions, shard, unshard
 
-__all__ = ["LAYOUTS", "attention", "positions", "shard", "unshard"]
+__all__ = ["LAYOUTS", "STRATEGIES", "attention", "positions", "shard", "unshard"]

@@ -2,6 +2,7 @@
 devices device r has, of 2 n chunks, r and 2 n - 1 - r (`zigzag`), or of n the r-th (`contiguous`).
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from jax import Array, lax
@@ -42,7 +43,7 @@ def shard(x: Array, devices: int, layout: str = "zigzag", axis: int = 1) -> Arra
 
     Args:
         x: any array, of which `axis` is that of tokens: a multiple of 2 devices for "zigzag".
-        devices: of the mesh axis.
+        devices: of the mesh axis; of two axes, those of the ring's.
         layout: "zigzag" or "contiguous".
         axis: 1 where x is (batch, tokens, ...), 0 where sequences are packed.
 
@@ -60,18 +61,37 @@ def unshard(x: Array, devices: int, layout: str = "zigzag", axis: int = 1) -> Ar
     return _in_order(x, places, chunk_size(layout, devices, x.shape[axis], "x"), axis)
 
 
-def positions(tokens: int, axis_name: str, layout: str = "zigzag") -> Array:
+def axes_of(axis_name: Any, strategy: str, strategies: Iterable[str]) -> tuple[str, str | None]:
+    """The axis of the layout, and that of heads, if these have one of their own. TypeError or
+    ValueError naming the argument."""
+    if strategy not in strategies:
+        raise ValueError(f"strategy must be one of {(*strategies,)}, got {strategy!r}")
+    if (strategy == "heads x ring") != isinstance(axis_name, (tuple, list)):
+        what = "the axes of the ring and of heads" if "x" in strategy else "the name of an axis"
+        raise ValueError(f"axis_name must be {what} under strategy {strategy!r}, got {axis_name!r}")
+    if isinstance(axis_name, str):
+        return axis_name, None
+    if len(axis_name) != 2:
+        raise ValueError(f"axis_name must be the axes of the ring and of heads, got {axis_name!r}")
+    return axis_name[0], axis_name[1]
+
+
+def positions(tokens: int, axis_name: str | tuple[str, str], layout: str = "zigzag") -> Array:
     """int32 (tokens,): where in the whole batch each token of this device lies. It runs under
     shard_map.
 
     Args:
         tokens: how many this device has.
-        axis_name: the mesh axis over which tokens are spread.
+        axis_name: the mesh axis over which tokens are spread, or, as of `attention`, two.
         layout: "zigzag" or "contiguous".
 
     Raises:
         ValueError: naming the argument.
     """
+    if not isinstance(axis_name, str):
+        of_ring, of_heads = axis_name
+        together = positions(tokens * lax.axis_size(of_heads), of_ring, layout)
+        return lax.dynamic_slice_in_dim(together, lax.axis_index(of_heads) * tokens, tokens)
     begins = chunk_begins(tokens, axis_name, layout)
     each = tokens // len(begins)
     return jnp.concatenate([begin + jnp.arange(each, dtype=jnp.int32) for begin in begins])

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import jax
@@ -11,8 +12,8 @@ from jax import numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 import heedful.jax
-from heedful.jax.distributed import attention, positions, shard, unshard
-from support.jax_context import AXIS, DEVICES, results
+from heedful.jax.distributed import LAYOUTS, STRATEGIES, attention, positions, shard, unshard
+from support.jax_context import AXES, AXIS, DEVICES, mesh_of, results
 from support.problems.budget import check
 from support.problems.cases import Case, build
 
@@ -33,15 +34,35 @@ CASES = {
     "documents": replace(DOCUMENTS, causal=True),
     "documents and a window": replace(DOCUMENTS, window=(7, 0), sink=True, alibi="h"),
     "documents, full, bfloat16": replace(DOCUMENTS, dtype="bfloat16", softcap=4.0),
+    "uneven heads": replace(BASE, causal=True, heads_q=10, heads_k=5, sink=True, alibi="h"),
+    "first keys of documents": replace(DOCUMENTS, window=(4, 0, 3), causal=True),
+    "first keys and dropout": replace(BASE, causal=True, window=(9, 0, 3), dropout_p=0.2),
 }
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("name", CASES)
-def test_it_gives_what_one_device_gives(name, layout):
+# By default "gather" in its first layout, then each other strategy, and each way in which heads are
+# spread.
+SHORT = [
+    *(("gather", "zigzag", name) for name in [*CASES][:13]),
+    ("gather", "contiguous", "window"),
+    ("gather", "contiguous", "documents, full, bfloat16"),
+    ("ring", "zigzag", "causal"),
+    ("ring", "contiguous", "documents and a window"),
+    ("heads", "zigzag", "uneven heads"),
+    ("heads x ring", "zigzag", "sink and softcap"),
+]
+GRID = [
+    pytest.param(*each, marks=pytest.mark.slow)
+    for each in product(STRATEGIES, LAYOUTS, CASES)
+    if each not in SHORT
+]
+
+
+@pytest.mark.parametrize(("strategy", "layout", "name"), [*SHORT, *GRID])
+def test_it_gives_what_one_device_gives(strategy, layout, name):
     built = build(CASES[name])
     # Both ways in which shard_map may be told what devices share.
-    check(built, results(built, layout, check_vma=layout == "zigzag"))
+    check(built, results(built, layout, check_vma=layout == "zigzag", strategy=strategy))
 
 
 def test_gradients_of_keys_are_summed_in_float32():
@@ -81,6 +102,18 @@ def test_tokens_come_back_in_their_order(layout):
     assert (own % 48 == places).all()
 
 
+def test_over_two_axes_each_token_has_its_place():
+    mesh, axes, devices = mesh_of("heads x ring")
+    spec = PartitionSpec(None, AXES)
+
+    def where(x):
+        return jnp.broadcast_to(positions(x.shape[1], axes), x.shape)
+
+    tokens = jnp.arange(64)[None]
+    found = jax.shard_map(where, mesh=mesh, in_specs=spec, out_specs=spec)(shard(tokens, devices))
+    assert (unshard(found, devices) == tokens).all()
+
+
 def test_each_device_of_a_zigzag_has_as_many_visible_pairs():
     spread = np.asarray(shard(jnp.arange(64)[None], DEVICES)).reshape(DEVICES, -1)
     assert len({int((part + 1).sum()) for part in spread}) == 1
@@ -93,6 +126,10 @@ def test_a_wrong_argument_is_named():
         ((q[:, :60], k[:, :60], v[:, :60]), {}, "q must have a multiple of 8 tokens"),
         ((q, k, v), {"max_seqlen": 3}, "max_seqlen must be given with cu_seqlens"),
         ((q, k[:, :32], v[:, :32]), {}, "k must have q's tokens"),
+        ((q, k, v), {"strategy": "rings"}, "strategy must be one of"),
+        ((q, k, v), {"strategy": "heads x ring"}, "axis_name must be the axes of the ring"),
+        ((q, k, v), {"strategy": "heads"}, "cannot spread 2 query heads"),
+        ((q, k, v), {"strategy": "ring", "numerics": "invariant"}, "numerics must be 'fast'"),
     )
     for arguments, more, message in wrong:
 

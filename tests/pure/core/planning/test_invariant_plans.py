@@ -20,6 +20,7 @@ from heedful.core.planning.plan import explain, plan
 from heedful.core.registry import capability
 from heedful.core.registry.by_hand import Overrides, forced
 from heedful.core.registry.tiles import PART_KEYS
+from heedful.core.registry.toolchain import Toolchain
 from heedful.launch.program import buffers
 from heedful.launch.program.programs import program, step
 
@@ -350,3 +351,26 @@ def test_the_setting_holds_where_a_call_names_none(monkeypatch):
     monkeypatch.setenv("HEEDFUL_NUMERICS", "exact")
     with pytest.raises(ValueError, match="HEEDFUL_NUMERICS='exact': wanted one of fast, invariant"):
         is_so(None)
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS[:-1], ids=str)
+@pytest.mark.parametrize("option", ["plain", "softcap", "sink", "ranges", "float16"])
+def test_calls_of_jax_get_the_kernels_and_grids_of_calls_of_torch(dims, option):
+    """Each way of a call: the same code by its key, the same numbers, memory and launch."""
+    rng, names = random.Random(f"{dims} {option}"), set()
+    for _ in range(12):
+        problem, arrays, device = drawn(rng, dims, OPTIONS[option], "H200")
+        # XLA stores arrays densely.
+        problem = replace(problem, aligned=True, even_rows=True, near_rows=True)
+        arrays = buffers.forward(problem)
+        made = []
+        for framework in ("torch", "jax"):
+            try:
+                chosen = plan(problem, device, Toolchain(framework=framework))
+            except ValueError:
+                assert problem.page_size % 16 or problem.leftpad_k
+                continue
+            made.append(program(chosen, "forward", arrays))
+        assert len(made) in (0, 2) and made[:1] == made[1:]
+        names |= {call.kernel.function for each in made for call in each.calls}
+    assert names >= {taken_by(dims, option, "H200", None)}

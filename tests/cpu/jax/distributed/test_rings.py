@@ -1,0 +1,93 @@
+"""The steps of a ring that all devices run as one program, and how its parts are merged."""
+
+from itertools import product
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+from heedful.core.call.spread import CAUSAL, Mask
+from heedful.jax.distributed.calls import FULL, LEADING, MASKED, OWN
+from heedful.jax.distributed.layouts import LAYOUTS, chunks_of
+from heedful.jax.distributed.ring import merge
+from heedful.jax.distributed.rings import Step, Turn, steps
+
+EACH = 12
+MASKS = [CAUSAL, Mask(None, None), Mask(5, 0), Mask(17, 0, 15), Mask(3, 30), Mask(None, 4)]
+MASKS += [Mask(9, 2, 3), Mask(40, 0, 1)]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 5])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_query_meets_each_key_that_it_sees_once(devices, layout):
+    chunks = chunks_of(layout, devices)
+    tokens = EACH * sum(map(len, chunks))
+    distance = np.arange(tokens) - np.arange(tokens)[:, None]
+    for mask, is_packed in product(MASKS, (False, True)):
+        met = np.zeros((tokens, tokens), int)
+        for step in steps(chunks, EACH, mask, is_packed):
+            for turn, device in product(step.turns, range(devices)):
+                meet(met, distance, mask, chunks, step, turn, device)
+        visible = (mask.left is None) | (distance >= -(mask.left or 0))
+        visible |= np.arange(tokens) < mask.first
+        assert (met == (visible & ((mask.right is None) | (distance <= (mask.right or 0))))).all()
+
+
+def meet(met, distance, mask: Mask, chunks, step: Step, turn: Turn, device: int) -> None:
+    """Counts the pairs of a device's call, as `calls.arguments` masks them."""
+    source = (device - step.distance) % len(chunks)
+    query, key = chunks[device][turn.queries[device]], chunks[source][turn.keys[device]]
+    rows = slice(query * EACH + turn.rows[0], query * EACH + turn.rows[1])
+    columns = slice(key * EACH + step.rows[0], key * EACH + step.rows[1])
+    near = distance[rows, columns]
+    positions = np.arange(columns.start, columns.stop)
+    if turn.kind == LEADING:
+        seen = (positions < mask.first) & (near < -(mask.left or 0))
+    elif turn.kind == FULL:
+        seen = np.ones_like(near, bool)
+    else:
+        assert turn.kind in (OWN, MASKED) and (turn.kind == MASKED or query == key)
+        seen = (mask.left is None) | (near >= -(mask.left or 0))
+        seen &= (mask.right is None) | (near <= (mask.right or 0))
+    met[rows, columns] += seen
+
+
+def test_a_zigzag_computes_two_unmasked_calls_a_step_and_a_window_sends_few_keys():
+    first, *others = steps(chunks_of("zigzag", 4), 128, CAUSAL, False)
+    assert [turn.kind for turn in first.turns] == [OWN, OWN, FULL]
+    assert [[turn.kind for turn in step.turns] for step in others] == [[FULL, FULL]] * 3
+    own, before = steps(chunks_of("contiguous", 4), 128, Mask(10, 0), False)
+    assert own.rows == (0, 128) and before.rows == (116, 128)
+    assert [turn.rows for turn in before.turns] == [(0, 10)]
+
+
+def beyond_one_rounding(rounds: bool) -> float:
+    """By how much an error of sixteen merged parts, as bfloat16, exceeds half a unit in the last
+    place, at most, over the largest value."""
+    parts, keys = 16, 16
+    q, k, v = (jax.random.normal(jax.random.key(n), (keys * parts, 2, 16)) for n in range(3))
+    scores = jnp.einsum("ihd,jhd->hij", q, k) / 4
+    want = np.einsum("hij,jhd->ihd", np.asarray(jax.nn.softmax(scores)), np.asarray(v))
+    out, lse = jnp.zeros(q.shape), jnp.full(scores.shape[:2], -jnp.inf)
+    for n in range(parts):
+        some = slice(n * keys, (n + 1) * keys)
+        part_lse = jax.nn.logsumexp(scores[..., some], -1)
+        part = jnp.einsum("hij,jhd->ihd", jax.nn.softmax(scores[..., some]), v[some])
+        out, lse = merge(out, lse, part, part_lse)
+        out = out.astype(jnp.bfloat16).astype(jnp.float32) if rounds else out
+    got = np.asarray(out.astype(jnp.bfloat16), np.float64)
+    half = 2.0 ** (np.frexp(want)[1].astype(np.float64) - 9)
+    return float((np.abs(got - want) - half).max() / np.abs(want).max())
+
+
+def test_merged_parts_are_rounded_once_and_a_merge_that_rounds_each_step_is_seen():
+    # Roundings of float32 for each part, of scores among them.
+    assert beyond_one_rounding(False) < 64 * 2.0**-24
+    assert beyond_one_rounding(True) > 2.0**-9
+
+
+def test_a_row_without_keys_in_a_part_or_in_all_stays_as_it_is():
+    out, lse = jnp.ones((2, 1, 4)).at[1].set(0), jnp.array([[0.5, -jnp.inf]])
+    out, lse = merge(out, lse, jnp.zeros((2, 1, 4)), jnp.full((1, 2), -jnp.inf))
+    assert out[:, 0, 0].tolist() == [1.0, 0.0] and lse.tolist() == [[0.5, -jnp.inf]]
