@@ -1,7 +1,7 @@
 """Who waits for whom in the Hopper backward of lists of 64 keys, whose consumers share the keys of
 a work tile and take its visits in turn."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from support.hopper.backward_alternating_roles import AlternatingDevice
 from support.hopper.backward_roles import KEYS, SIDE, Sizes, Tile
 from support.hopper.hosted import Row
+from support.problems.grids import in_turns
 
 # Lists of 128 queries, which are two visits each: of key tiles with many, one, two and none, and
 # those that need a mask, which come first.
@@ -91,10 +92,12 @@ def device_of(sizes, programs, seed, splits=1, **more) -> Checked:
     return Checked(sizes, min(programs, 14), True, False, seed, splits=splits, **made)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("programs, splits", [(99, 1), (3, 1), (1, 1), (3, 3), (99, 5)])
-@pytest.mark.parametrize("seed", range(3))
-def test_both_make_the_gradients_of_a_list_and_nobody_waits_for_ever(sizes, programs, splits, seed):
+WAYS = [(99, 1), (3, 1), (1, 1), (3, 3), (99, 5)]
+
+
+@pytest.mark.parametrize("case, seed", in_turns(product(SIZES, WAYS), range(3)), ids=str)
+def test_both_make_the_gradients_of_a_list_and_nobody_waits_for_ever(case, seed):
+    sizes, (programs, splits) = case
     device = device_of(sizes, programs, seed, splits)
     device.run()
     device.check()
