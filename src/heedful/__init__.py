@@ -19,6 +19,7 @@ _PUBLIC = {
     "flash_attn_varlen_kvpacked_func": "heedful.torch",
     "attention_backward": "heedful.torch",
     "merge_attn_states": "heedful.torch",
+    "merge_into": "heedful.torch",
     "quantize_kv": "heedful.torch",
     "dequantize_kv": "heedful.torch",
     "pack_latent": "heedful.torch",

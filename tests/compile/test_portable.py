@@ -19,10 +19,12 @@ pytest.importorskip("triton")
 
 import triton
 
+from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.core.registry import gates
+from heedful.launch.bind.portable import merge_into_call
 from heedful.launch.compiler import compile_now
 from heedful.launch.prebuild import compiling
 from heedful.launch.program.programs import program
@@ -233,3 +235,14 @@ def test_kernels_of_invariant_numerics_fit(backend, arch):
         problem = AttentionProblem.dense(8, seqlen_q, 20000, 32, invariant=True, **facts)
         for call in program(plan(problem, device, compiling(), backend), "forward").calls:
             assert compile_now(call, arch).shared_bytes <= device.shared_bytes
+
+
+def test_a_merge_in_place_of_16_bit_parts_keeps_nothing_in_local_memory():
+    shapes = {"out": (4096, 32, 128), "part": (4096, 32, 128)}
+    shapes |= {"lse": (32, 4096), "part_lse": (32, 4096)}
+    for dtype in ("bfloat16", "float32"):
+        dtypes = {name: dtype if name == "part" else "float32" for name in shapes}
+        specs = {n: ArraySpec.contiguous(shape, dtypes[n]) for n, shape in shapes.items()}
+        call = merge_into_call(specs)
+        assert call.writes == {"out", "lse"}
+        assert not spilled_bytes(compile_now(call, "sm_90"))

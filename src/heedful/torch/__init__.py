@@ -5,7 +5,7 @@ from heedful.torch.api.explaining import explain
 from heedful.torch.api.flex import flex_attention
 from heedful.torch.api.gradients import attention_backward
 from heedful.torch.api.kvcache import flash_attn_with_kvcache
-from heedful.torch.api.merge import merge_attn_states
+from heedful.torch.api.merge import merge_attn_states, merge_into
 from heedful.torch.api.packed import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -27,6 +27,7 @@ __all__ = [
     "flash_attn_with_kvcache",
     "flex_attention",
     "merge_attn_states",
+    "merge_into",
     "pack_latent",
     "quantize_kv",
     "unpack_latent",

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax import Array
+from jax import Array, lax
 from jax import numpy as jnp
+from jax.typing import ArrayLike
 
 from heedful.core.call.describe import FLOATS, check_dtype, check_shape
-from heedful.jax.base.arrays import check_array, dtype_name
+from heedful.jax.base.arrays import check_array, dtype_name, is_traced
+from heedful.jax.operands.plain import plain_int
 from heedful.jax.traced.registration import infinite_lse
 
 
@@ -61,6 +63,64 @@ def merge_attn_states(
         sink = jnp.asarray(sink).astype(jnp.float32)
     with infinite_lse():
         return merged(outs, lses, sink)
+
+
+def merge_into(
+    out: Array, lse: Array, part: Array, part_lse: Array, *, begin: ArrayLike = 0
+) -> tuple[Array, Array]:
+    """`out` and `lse` with the attention over other keys merged into their rows from `begin` on:
+    running sums in float32, as a ring has them, whose parts may have fewer rows. Nothing else is
+    computed, and under `jax.jit` XLA writes into out and lse where they are donated.
+    `merge_attn_states` says what a merge is, and how exact. A row that saw no key in a part, with
+    an lse of -inf, weighs nothing there, whatever its output holds.
+
+    Args:
+        out: float32 (batch, seqlen, heads, head_dim) or (tokens, heads, head_dim).
+        lse: float32 (batch, heads, seqlen) or (heads, tokens), natural.
+        part: (batch, rows, heads, head_dim) or (rows, heads, head_dim), float16, bfloat16 or
+            float32: attention of `rows` consecutive queries.
+        part_lse: float32 (batch, heads, rows) or (heads, rows).
+        begin: the row of out, and of lse, that is the first of the part's; an int, which is
+            checked, or traced: then it is clamped so that the part lies within.
+
+    Returns:
+        (out, lse).
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    arrays = {"out": out, "lse": lse, "part": part, "part_lse": part_lse}
+    for name, array in arrays.items():
+        check_array(name, array)
+        dtypes = FLOATS if name == "part" else ("float32",)
+        check_dtype(name, dtype_name(array.dtype), *dtypes)
+    if out.ndim not in (3, 4):
+        raise ValueError(
+            "out must be (batch, seqlen, heads, head_dim) or (tokens, heads, head_dim), got shape"
+            f" {tuple(out.shape)}"
+        )
+    *lead, rows, heads, dim = out.shape
+    words = ("(batch, heads, {})" if lead else "(heads, {})").format
+    check_shape("lse", lse.shape, (*lead, heads, rows), words("seqlen"))
+    count = part.shape[-3] if part.ndim == out.ndim else 0
+    whole = "(batch, rows, heads, head_dim)" if lead else "(rows, heads, head_dim)"
+    check_shape("part", part.shape, (*lead, count, heads, dim), f"{whole} of out")
+    check_shape("part_lse", part_lse.shape, (*lead, heads, count), words("rows"))
+    if not is_traced(begin):
+        first, most = plain_int("begin", begin), rows - count
+        if not 0 <= first <= most:
+            raise ValueError(f"begin must be 0 to {most}, as {count} rows come, got {first}")
+    with infinite_lse():
+        own = lax.dynamic_slice_in_dim(out, begin, count, out.ndim - 3)
+        own_lse = lax.dynamic_slice_in_dim(lse, begin, count, lse.ndim - 1)
+        lses = jnp.stack([own_lse, part_lse])
+        empty = (lses == -jnp.inf).swapaxes(-1, -2)[..., None]
+        outs = jnp.where(empty, 0.0, jnp.stack([own, jnp.asarray(part).astype(jnp.float32)]))
+        made, made_lse = merged(outs, lses)
+        return (
+            lax.dynamic_update_slice_in_dim(out, made, begin, out.ndim - 3),
+            lax.dynamic_update_slice_in_dim(lse, made_lse, begin, lse.ndim - 1),
+        )
 
 
 def merged(

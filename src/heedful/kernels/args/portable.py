@@ -145,6 +145,15 @@ class CombineIO(NamedTuple):
     rest: Out[Ptr]
 
 
+class MergeIntoIO(NamedTuple):
+    """out, lse: float32 results, into which a part with as many rows is merged."""
+
+    out: InOut[Rows]
+    lse: InOut[RowVector]
+    part: In[Rows]
+    part_lse: In[RowVector]
+
+
 class MergePartsIO(NamedTuple):
     """Parts of the keys, float32, with a leading part, as `ForwardIO` has them. out, lse, rest: as
     there, of all parts; rest may be None."""

@@ -316,6 +316,25 @@ def combine_call(buffers: Buffers, has_sink: bool = True, begins_early: bool = F
     return replace(call, programmatic=begins_early)
 
 
+def merge_into_call(buffers: Buffers) -> KernelCall:
+    """Merges part (B, M, H, E) or (T, H, E) and part_lse (B, H, M) or (H, T) into float32 out and
+    lse of these shapes. Rows of an lse lie side by side."""
+    *lead, rows, heads, dim = buffers["out"].shape
+    divisor = shared_divisor(buffers, ("out", "part"))
+    config, _ = combine_rows(dim, rows, 1)
+    tiles = ceil_div(rows, config.rows)
+    return kernel_call(
+        "forward.merge_into.merge_part",
+        (tiles * heads * (lead[0] if lead else 1), 1, 1),
+        config,
+        io=groups.arrays(args.MergeIntoIO, buffers, divisor),
+        **scalars(rows=rows, heads=heads, tiles=tiles),
+        HEAD_DIM_V=dim,
+        BLOCK_M=config.rows,
+        BLOCK_E=pow2(dim),
+    )
+
+
 def _probs_call(
     problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers
 ) -> KernelCall:

@@ -1,13 +1,14 @@
 """Merges partial attention results over disjoint keys."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from heedful.core.base import settings
 from heedful.core.base.arrays import ArraySpec
-from heedful.core.call.describe import FLOATS, check_shape
+from heedful.core.call.describe import FLOATS, check_last_dim, check_shape, check_writable
 from heedful.launch.bind import portable
 from heedful.launch.spec import Program
 from heedful.torch.base.arrays import array_spec
@@ -19,6 +20,7 @@ from heedful.torch.eager.keys import tensor_keys
 from heedful.torch.eager.kinds import Kinds
 from heedful.torch.operands.adapt import dense_rows
 from heedful.torch.operands.checks import check_dtype, check_tensor
+from heedful.torch.operands.plain import plain_int
 from heedful.torch.traced.private import wants_gradients
 
 
@@ -85,6 +87,112 @@ def merge_attn_states(
         specs = {name: array_spec(tensor) for name, tensor in _stacks(outs, lses, sink).items()}
         merge = MERGES.of(key, lambda: DeviceMerge(specs, outs.device))
     return merge(_stacks(outs, lses, sink))
+
+
+def merge_into(
+    out: Tensor,
+    lse: Tensor,
+    part: Tensor,
+    part_lse: Tensor,
+    *,
+    begin: int = 0,
+    backend: str | None = None,
+) -> None:
+    """Merges the attention over other keys into `out` and `lse`, in place: running sums in float32,
+    as a ring has them, whose parts may have fewer rows. `merge_attn_states` says what a merge is,
+    and how exact. A row that saw no key in a part, with an lse of -inf (or +inf, as
+    FlashAttention-2 has it), weighs nothing there, whatever its output holds.
+
+    Args:
+        out: float32 (batch, seqlen, heads, head_dim) or (tokens, heads, head_dim), with a
+            contiguous last dim: a view of other rows of a larger tensor will do.
+        lse: float32 (batch, heads, seqlen) or (heads, tokens), natural, likewise.
+        part: (batch, rows, heads, head_dim) or (rows, heads, head_dim), float16, bfloat16 or
+            float32: attention of `rows` consecutive queries.
+        part_lse: float32 (batch, heads, rows) or (heads, rows).
+        begin: the row of out, and of lse, that is the first of the part's.
+        backend: "portable" on a GPU: one kernel, which no GPU has run. By default torch's
+            operations.
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is written.
+    """
+    begin, count = _check_into(out, lse, part, part_lse, begin, backend)
+    own = out.narrow(-3, begin, count), lse.narrow(-1, begin, count)
+    if backend is None:
+        _merge_into(*own, part, part_lse)
+    elif device_spec(out.device).vendor == "cpu":
+        raise ValueError("backend='portable' cannot run on a CPU: no kernel for cpu")
+    elif part.numel():
+        arrays = (*own, dense_rows(part), part_lse.contiguous())
+        specs: dict[str, ArraySpec] = dict(zip(_INTO, map(array_spec, arrays), strict=True))
+        run = INTO.of(tensor_keys(arrays), lambda: DeviceMergeInto(specs, out.device))
+        run(arrays)
+
+
+def _check_into(out, lse, part, part_lse, begin: Any, backend: Any) -> tuple[int, int]:
+    """The first row and the number of rows of the part of `merge_into`. Raises as it does."""
+    check_tensor("out", out)
+    check_dtype("out", out, "float32")
+    for name, tensor in (("lse", lse), ("part", part), ("part_lse", part_lse)):
+        check_tensor(name, tensor, out.device, peer="out")
+        check_dtype(name, tensor, *(FLOATS if name == "part" else ("float32",)))
+    if out.dim() not in (3, 4):
+        raise ValueError(
+            "out must be (batch, seqlen, heads, head_dim) or (tokens, heads, head_dim), got shape"
+            f" {tuple(out.shape)}"
+        )
+    *lead, rows, heads, dim = out.shape
+    words = ("(batch, heads, {})" if lead else "(heads, {})").format
+    check_shape("lse", lse.shape, (*lead, heads, rows), words("seqlen"))
+    count = part.shape[-3] if part.dim() == out.dim() else 0
+    whole = "(batch, rows, heads, head_dim)" if lead else "(rows, heads, head_dim)"
+    check_shape("part", part.shape, (*lead, count, heads, dim), f"{whole} of out")
+    check_shape("part_lse", part_lse.shape, (*lead, heads, count), words("rows"))
+    begin = plain_int("begin", begin)
+    if not 0 <= begin <= rows - count:
+        raise ValueError(f"begin must be 0 to {rows - count}, as {count} rows come, got {begin}")
+    for name, tensor in (("out", out), ("lse", lse)):
+        check_last_dim(name, array_spec(tensor))
+        check_writable(name, array_spec(tensor))
+    if wants_gradients((out, lse, part, part_lse)):
+        raise ValueError(
+            "part must not require a gradient, as out is written in place (merge_attn_states has"
+            " gradients), got tensors of which one does"
+        )
+    if backend not in (None, "portable"):
+        raise ValueError(f"backend must be 'portable' or None, got {backend!r}")
+    return begin, count
+
+
+def _merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """`merge_into` of checked tensors with as many rows, by torch's operations."""
+    lse.masked_fill_(lse == torch.inf, -torch.inf)
+    other = part_lse.masked_fill(part_lse == torch.inf, -torch.inf)
+    whole = torch.logaddexp(lse, other)
+    base = whole.masked_fill(whole == -torch.inf, 0.0)
+    old, new = (torch.exp(x - base).transpose(-1, -2)[..., None] for x in (lse, other))
+    # A row without weight may hold anything, even NaN.
+    out.mul_(old).masked_fill_(old == 0, 0.0)
+    out.addcmul_(part.masked_fill(new == 0, 0.0), new)
+    lse.copy_(whole)
+
+
+# The arrays of a merge in place, and the merge of one kind of them.
+_INTO: tuple[str, ...] = ("out", "lse", "part", "part_lse")
+INTO = settings.forgotten(Kinds())
+
+
+class DeviceMergeInto:
+    """`_merge_into` by one kernel, for arrays of one kind on one GPU; compiles when it is made."""
+
+    def __init__(self, specs: dict[str, ArraySpec], device: torch.device):
+        check_device(device)
+        program = Program((portable.merge_into_call(specs),))
+        self._run = Case(program, device_spec(device).arch, device, specs, {}).alone()
+
+    def __call__(self, arrays: tuple[Tensor, ...]) -> None:
+        self._run([tensor.data_ptr() for tensor in arrays])
 
 
 # The merge of one kind of stacks.

@@ -1,6 +1,7 @@
 """Partial results, quantised storage and explanations."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +33,89 @@ def test_merged_parts_are_the_attention_over_all_keys(cuts, sink):
     out, lse = heedful.merge_attn_states(outs, lses, sinks)
     problem = dense_problem(q, k, v, sink=sink)
     assert_agrees(out, problem, Operands(q, k, v, sink=sinks), lse)
+
+
+def ranges(packed: bool, dtype: torch.dtype, seed: int = 0):
+    """Running sums, and parts of some of their rows: (first row, out, lse). Some rows saw no key,
+    and hold NaN."""
+    values = torch.Generator().manual_seed(seed)
+    lead, rows = (() if packed else (2,)), 11
+
+    def part(count, of=torch.float32):
+        out = torch.randn(*lead, count, 3, 8, generator=values).to(of)
+        lse = 6 * torch.randn(*lead, 3, count, generator=values)
+        lse[..., 1::4] = -torch.inf
+        return out.masked_fill((lse == -torch.inf).transpose(-1, -2)[..., None], torch.nan), lse
+
+    return part(rows), [(begin, *part(n, dtype)) for begin, n in ((0, 11), (3, 5), (10, 1), (4, 0))]
+
+
+def merged_by_hand(whole, parts) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float64, by `merged` of each row with what lies there."""
+    out, lse = whole[0].double(), whole[1].double()
+    for begin, part, part_lse in parts:
+        own = out.narrow(-3, begin, part.shape[-3]), lse.narrow(-1, begin, part.shape[-3])
+        lses = torch.stack([own[1], part_lse.double()])
+        outs = torch.stack([own[0], part.double()])
+        outs = outs.masked_fill((lses == -torch.inf).transpose(-1, -2)[..., None], 0.0)
+        for place, made in zip(own, merged(outs, lses), strict=True):
+            place.copy_(made)
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_parts_of_unlike_lengths_are_merged_into_their_rows(packed, dtype):
+    whole, parts = ranges(packed, dtype)
+    want = merged_by_hand(whole, parts)
+    # Rows and columns of larger tensors, which stay as they are.
+    room = torch.full((*whole[0].shape[:-1], 11), 7.0)
+    out, lse = room[..., :8], torch.full((*whole[1].shape[:-1], 14), 7.0)[..., 2:-1]
+    out.copy_(whole[0])
+    lse.copy_(whole[1])
+    for begin, part, part_lse in parts:
+        kept = part.clone(), part_lse.clone()
+        heedful.merge_into(out, lse, part, part_lse, begin=begin)
+        for passed, before in zip((part, part_lse), kept, strict=True):
+            torch.testing.assert_close(passed, before, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(out.double(), want[0], rtol=2.0**-19, atol=2.0**-19)
+    torch.testing.assert_close(lse.double(), want[1], rtol=2.0**-20, atol=2.0**-20)
+    assert (room[..., 8:] == 7.0).all()
+
+
+def test_sixteen_merges_of_16_bit_parts_round_nothing_to_16_bits():
+    """A merge that did so in each step would be a hundred times as far off."""
+    values = torch.Generator().manual_seed(5)
+    outs = torch.randn(16, 40, 2, 8, generator=values).bfloat16()
+    lses = torch.randn(16, 2, 40, generator=values)
+    want, _ = merged(outs.double(), lses.double())
+    out, lse = torch.zeros(40, 2, 8), torch.full((2, 40), -torch.inf)
+    for part, part_lse in zip(outs, lses, strict=True):
+        heedful.merge_into(out, lse, part, part_lse)
+    assert (out - want).abs().max() < 2.0**-20
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"out": torch.zeros(9, 2, 8).bfloat16()}, "out must be float32"),
+        ({"lse": torch.zeros(9, 2)}, r"lse must have shape \(heads, seqlen\)"),
+        ({"part": torch.zeros(4, 2, 7)}, r"part must have shape \(rows, heads, head_dim\) of out"),
+        ({"part_lse": torch.zeros(2, 3)}, "part_lse must have shape"),
+        ({"begin": 6}, "begin must be 0 to 5, as 4 rows come, got 6"),
+        ({"begin": -1}, "begin must be 0 to 5"),
+        ({"out": torch.zeros(1, 2, 8).expand(9, 2, 8)}, "out must not be expanded"),
+        ({"part": torch.zeros(4, 2, 8, requires_grad=True)}, "part must not require a gradient"),
+        ({"backend": "hopper"}, "backend must be 'portable' or None"),
+        ({"backend": "portable"}, "backend='portable' cannot run on a CPU"),
+    ],
+)
+def test_a_merge_in_place_names_what_is_wrong_and_writes_nothing(change, words):
+    arguments: dict[str, Any] = {"out": torch.zeros(9, 2, 8), "lse": torch.zeros(2, 9)}
+    arguments |= {"part": torch.ones(4, 2, 8), "part_lse": torch.zeros(2, 4), **change}
+    with pytest.raises((TypeError, ValueError), match=f"^{words}"):
+        heedful.merge_into(**arguments)
+    assert not arguments["out"].any() and not arguments["lse"].any()
 
 
 def test_packed_parts_merge_as_batched_ones_do():

@@ -72,6 +72,32 @@ def test_a_merge_is_one_launch_and_within_the_budget(shape, sink, dtype):
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 19, 3, 40), (70, 2, 128), (1, 1, 16)], ids=str)
+def test_a_merge_in_place_is_one_launch_and_within_the_budget(shape, dtype):
+    """Into rows of larger tensors, from the second on."""
+
+    def draw(seed):
+        outs, lses, _ = drawn((2, *shape), False, seed)
+        return torch.stack([outs[0], outs[1].to(dtype).float()]), lses, None
+
+    outs, lses, _ = draw(0)
+    *lead, rows, heads, dim = shape
+    out = torch.full((*lead, rows + 3, heads + 1, dim), torch.nan)
+    lse = torch.full((*lead, heads, rows + 3), torch.nan)
+    places = out[..., 2 : 2 + rows, :heads, :], lse[..., 2 : 2 + rows]
+    for place, value in zip(places, (outs[0], lses[0]), strict=True):
+        place.copy_(value)
+    with standin.gpu(interprets=True) as machine:
+        more = {"begin": 2, "backend": "portable"}
+        heedful.merge_into(out[..., :heads, :], lse, outs[1].to(dtype), lses[1], **more)
+    assert names(machine) == ["merge_part"]
+    assert_in_budget(places, draw)
+    assert out[..., :2, :, :].isnan().all() and out[..., heads, :].isnan().all()
+    assert lse[..., :2].isnan().all() and lse[..., 2 + rows :].isnan().all()
+
+
+@interpreted
 @pytest.mark.parametrize("gpu", [False, True], ids=["torch", "kernel"])
 def test_a_part_of_lse_plus_infinity_has_no_keys_as_one_of_minus_infinity(gpu):
     outs, lses, sink = drawn((3, 2, 5, 4, 16), True, 0)
