@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
+from heedful.core.call.numerics import with_numerics
 from heedful.core.call.spread import Mask
 from heedful.distributed import gather, heads, ring, traced
 from heedful.distributed.plan import ContextPlan, mask_of
@@ -41,6 +42,7 @@ def attention(
     dropout_seed: int | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    sm_margin: int | None = None,
     **refused: Any,
 ) -> Any:
     """`flash_attn_varlen_func` over the plan's whole batch, for the queries of this rank.
@@ -56,8 +58,8 @@ def attention(
         k: (plan.tokens, heads_k, head_dim), like q.
         v: (plan.tokens, heads_k, head_dim_v), like q.
         plan: of `heedful.distributed.plan`.
-        dropout_p, softmax_scale, causal, softcap, deterministic, backend: as `flash_attn_func` has
-            them, of documents as a whole.
+        dropout_p, softmax_scale, causal, softcap, deterministic, backend, sm_margin: as
+            `flash_attn_func` has them, of documents as a whole.
         window_size: (left, right) or (left, right, first). Under strategy "gather" first keys come
             without dropout.
         alibi_slopes: float32 (heads_q,). With first keys under strategy "heads" alone.
@@ -75,6 +77,7 @@ def attention(
         TypeError, ValueError: naming the argument, before anything is sent. Other ranks then wait
         until the group's time-out.
     """
+    backend = with_numerics(backend, None, sm_margin)
     for name, value in refused.items():
         if name not in _REFUSED:
             raise TypeError(f"attention() got an unexpected keyword argument {name!r}")

@@ -21,6 +21,7 @@ PAIRS: list[tuple[Callable, Callable, dict[str, Any]]] = [
     (hj.attention_backward, ht.attention_backward, {}),
     *((getattr(hj, name), getattr(ht, name), {}) for name in hj.__all__ if "flash" in name),
     (hj.merge_attn_states, ht.merge_attn_states, {}),
+    (hj.merge_into, ht.merge_into, {}),
     (hj.quantize_kv, ht.quantize_kv, {}),
     # Each framework's own float32.
     (hj.dequantize_kv, ht.dequantize_kv, {"dtype": jax.numpy.float32}),
@@ -52,7 +53,8 @@ def test_defaults_are_those_of_the_namesake_but_for_what_is_told(function, names
 RENAMED = {"k_cache": "k", "v_cache": "v", "cache_batch_idx": "kv_batch_idx"}
 RENAMED |= {"cache_leftpad": "leftpad_k", "return_softmax_lse": "return_lse"}
 # These go through functions that look at them.
-LOOKED_AT = {"block_mask", "numerics", "backend", "return_max_logits", "out", "lse", "dlse", "dout"}
+LOOKED_AT = {"block_mask", "numerics", "backend", "sm_margin", "return_max_logits"}
+LOOKED_AT |= {"out", "lse", "dlse", "dout"}
 SINKS = ("sink", "s_aux", "learnable_sink")
 UPDATES = ("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "rotary_interleaved")
 UPDATES += ("shared_prefix",)

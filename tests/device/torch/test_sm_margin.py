@@ -42,3 +42,10 @@ def test_results_and_gradients_do_not_depend_on_it(margin, packed, head_dim):
         margin(count)
         for got, want in zip(results(), whole, strict=True):
             torch.testing.assert_close(got, want, atol=0.0, rtol=0.0)
+
+
+def test_a_call_that_says_how_many_it_leaves_computes_the_same():
+    q, k, v = torch.randn(3, 2, 4096, 8, 128, device="cuda", dtype=torch.bfloat16)
+    want = ht.flash_attn_func(q, k, v, causal=True)
+    for count in (0, 7, 500):
+        assert torch.equal(ht.flash_attn_func(q, k, v, causal=True, sm_margin=count), want)

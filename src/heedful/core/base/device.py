@@ -1,10 +1,9 @@
 """A device as the planner sees it: a few properties. A table has them for planning without a GPU.
 At run time those read from the device replace them, since a part may be partitioned or cut down."""
 
-from dataclasses import replace
+from dataclasses import field, replace
 
 from heedful.core.base.frozen import dataclass
-from heedful.core.base.settings import get
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -21,6 +20,7 @@ class DeviceSpec:
     arch: the compiler's name of the target: sm_90, gfx950, cpu.
     units: streaming multiprocessors or compute units.
     shared_bytes: shared memory or LDS that one block may use.
+    left: further units, which kernels of a fixed number of programs leave to others.
     """
 
     name: str
@@ -30,6 +30,7 @@ class DeviceSpec:
     l2_bytes: int
     dram_bytes_per_s: float = 0.0
     bf16_flops: float = 0.0
+    left: int = field(default=0, repr=False)
 
     @property
     def vendor(self) -> str:
@@ -41,13 +42,13 @@ class DeviceSpec:
         return replace(self, **figures)
 
 
-def lent(spec: DeviceSpec) -> DeviceSpec:
-    """The device that kernels are planned for: without the SMs that HEEDFUL_SM_MARGIN leaves to
-    others. Their number stays even, as clusters of two programs want it."""
-    margin = get("sm_margin")
+def lent(spec: DeviceSpec, margin: int) -> DeviceSpec:
+    """The device that kernels are planned for: without so many SMs, which are left to others. Their
+    number stays even, as clusters of two programs want it."""
     if not margin or spec.vendor == "cpu":
         return spec
-    return spec.live(units=max(2, (spec.units - margin) // 2 * 2))
+    units = max(2, (spec.units - margin) // 2 * 2)
+    return spec.live(units=units, left=spec.units - units)
 
 
 def vendor_of(arch: str) -> str:

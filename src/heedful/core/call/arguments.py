@@ -146,7 +146,8 @@ def bind(kind: str, arguments: dict[str, Any]) -> tuple[Operands, Options, Cache
 
     x = Operands(**{**picked(Operands._fields), "seed": None})
     options = Options(**{**picked(Options._fields), "kind": kind})
-    backend = with_numerics(options.backend, arguments.get("numerics"))
+    more = [arguments.get(name) for name in ("numerics", "sm_margin")]
+    backend = with_numerics(options.backend, *more)
     options = options._replace(backend=backend)
     # One argument: an array where each sequence has its own.
     if getattr(options.q_offset, "ndim", 0):

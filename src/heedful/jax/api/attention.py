@@ -51,6 +51,7 @@ def flash_attn_func(
     dropout_origin: Sequence[int] | Array = WHOLE,
     backend: str | None = None,
     numerics: str | None = None,
+    sm_margin: int | None = None,
 ) -> Any:
     """softmax(q k^T * softmax_scale) v, without ever storing the scores.
 
@@ -115,6 +116,8 @@ def flash_attn_func(
         numerics: "fast", or "invariant": no bit of a row's out and lse depends on anything but its
             query, the keys and values that it sees, their positions and the options; by default
             HEEDFUL_NUMERICS, else "fast". docs/bits.md has the fine print.
+        sm_margin: how many SMs kernels of a fixed number of programs leave to others, such as those
+            of a transfer; by default HEEDFUL_SM_MARGIN, else 0.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype (bfloat16 for fp8). With
@@ -143,7 +146,7 @@ def flash_attn_func(
         return_max_logits=is_asked(return_max_logits),
         num_splits=num_splits,
         q_offset=q_offset,
-        backend=with_numerics(backend, numerics),
+        backend=with_numerics(backend, numerics, sm_margin),
         dropout_origin=dropout_origin,
     )
     x = Operands(
@@ -205,6 +208,7 @@ def flash_attn_varlen_func(
     dropout_origin: Sequence[int] | Array = WHOLE,
     backend: str | None = None,
     numerics: str | None = None,
+    sm_margin: int | None = None,
 ) -> Any:
     """Attention over sequences of different lengths, packed one after the other.
 
@@ -255,7 +259,7 @@ def flash_attn_varlen_func(
         return_max_logits=is_asked(return_max_logits),
         num_splits=num_splits,
         q_offset=q_offset,
-        backend=with_numerics(backend, numerics),
+        backend=with_numerics(backend, numerics, sm_margin),
         dropout_origin=dropout_origin,
     )
     x = Operands(

@@ -7,6 +7,7 @@ from jax.typing import ArrayLike
 
 from heedful.core.call.arguments import WHOLE, Options, one_sink
 from heedful.core.call.describe import check_packed
+from heedful.core.call.numerics import with_numerics
 from heedful.core.call.operands import Gradients, Operands
 from heedful.jax.traced.call import differentiate
 from heedful.masks.block_mask import BlockMask, block_operands
@@ -49,6 +50,7 @@ def attention_backward(
     bias_grad: bool = True,
     rel_bias_grad: bool = True,
     backend: str | None = None,
+    sm_margin: int | None = None,
 ) -> Gradients:
     """The gradients of sum(out * dout) + sum(lse * dlse) with respect to the inputs of a call of
     `flash_attn_func`, or with cu_seqlens_q of `flash_attn_varlen_func`. Arguments that are not
@@ -91,7 +93,7 @@ def attention_backward(
         deterministic=deterministic,
         return_lse=True,
         q_offset=q_offset,
-        backend=backend,
+        backend=with_numerics(backend, None, sm_margin),
         dropout_origin=dropout_origin,
     )
     x = Operands(

@@ -68,6 +68,7 @@ def flash_attn_with_kvcache(
     shared_prefix: tuple[Array, Array] | None = None,
     backend: str | None = None,
     numerics: str | None = None,
+    sm_margin: int | None = None,
 ) -> Any:
     """Attention of the newest tokens over a cache of keys and values, for inference: no gradient
     flows through it. k and v, if passed, are first written into the caches, and the caches are
@@ -139,7 +140,7 @@ def flash_attn_with_kvcache(
             softcap=softcap,
             return_lse=return_softmax_lse,
             num_splits=num_splits,
-            backend=with_numerics(backend, numerics),
+            backend=with_numerics(backend, numerics, sm_margin),
             dropout_origin=WHOLE,
         )
     )

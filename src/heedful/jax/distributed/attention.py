@@ -53,6 +53,7 @@ def attention(
     dropout_origin: Sequence[ArrayLike] = (0, 0),
     backend: str | None = None,
     numerics: str | None = None,
+    sm_margin: int | None = None,
 ) -> Any:
     """The attention of a whole batch, of which each device of a mesh axis has some tokens, as
     `flash_attn_func` computes it; it runs under `shard_map` over that axis. Arguments that are not
@@ -91,7 +92,7 @@ def attention(
     devices, each = lax.axis_size(names[0]), lax.axis_size(names[1]) if names[1] else 1
     tokens = q.shape[0 if max_seqlen is not None else 1] * each
     chunk_size(layout, devices, tokens * devices, "q")
-    option = with_numerics(backend, numerics)
+    option = with_numerics(backend, numerics, sm_margin)
     if "ring" in strategy and is_invariant(option):
         raise ValueError(f"numerics must be 'fast' under strategy {strategy!r}: it merges parts")
     options: dict[str, Any] = {

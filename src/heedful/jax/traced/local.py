@@ -7,7 +7,7 @@ from jax import numpy as jnp
 
 from heedful.core.base import settings
 from heedful.core.base.device import lent
-from heedful.core.call.numerics import backend_of
+from heedful.core.call.numerics import backend_of, margin_of
 from heedful.core.call.operands import Gradients, Operands
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.log import decision
@@ -21,7 +21,7 @@ def planned(platform: str, problem: AttentionProblem, backend: str | None) -> Pl
     no kernel, or not the named one, can run it."""
     spec = device.device_spec(platform)
     named = backend_of(backend) or settings.get("backend")
-    chosen = plan(problem, lent(spec), device.toolchain(spec), named)
+    chosen = plan(problem, lent(spec, margin_of(backend)), device.toolchain(spec), named)
     decision(chosen)
     return chosen
 

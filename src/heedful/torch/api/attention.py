@@ -65,6 +65,7 @@ def flash_attn_func(
     out: Tensor | None = None,
     backend: str | None = None,
     numerics: str | None = None,
+    sm_margin: int | None = None,
 ) -> Any:
     """softmax(q k^T * softmax_scale) v, without ever storing the scores.
 
@@ -130,6 +131,8 @@ def flash_attn_func(
         numerics: "fast", or "invariant": no bit of a row's out and lse depends on anything but its
             query, the keys and values that it sees, their positions and the options; by default
             HEEDFUL_NUMERICS, else "fast". docs/bits.md has the fine print.
+        sm_margin: how many SMs kernels of a fixed number of programs leave to others, such as those
+            of a transfer; by default HEEDFUL_SM_MARGIN, else 0.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype (bfloat16 for fp8, unless `out`
@@ -151,8 +154,8 @@ def flash_attn_func(
         window_size = plain_window(window_size)
     if dispatched or dropout_origin is not WHOLE:
         dropout_origin = plain_origin(dropout_origin)
-    if numerics is not None:
-        backend = with_numerics(backend, numerics)
+    if not numerics is sm_margin is None:
+        backend = with_numerics(backend, numerics, sm_margin)
     q_offsets = None
     if q_offset is not None:
         q_offset, q_offsets = offset_of_each(q_offset)
@@ -250,6 +253,7 @@ def flash_attn_varlen_func(
     out: Tensor | None = None,
     backend: str | None = None,
     numerics: str | None = None,
+    sm_margin: int | None = None,
 ) -> Any:
     """Attention over sequences of different lengths, packed one after the other.
 
@@ -294,8 +298,8 @@ def flash_attn_varlen_func(
         window_size = plain_window(window_size)
     if dispatched or dropout_origin is not WHOLE:
         dropout_origin = plain_origin(dropout_origin)
-    if numerics is not None:
-        backend = with_numerics(backend, numerics)
+    if not numerics is sm_margin is None:
+        backend = with_numerics(backend, numerics, sm_margin)
     q_offsets = None
     if q_offset is not None:
         q_offset, q_offsets = offset_of_each(q_offset)

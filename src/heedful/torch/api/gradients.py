@@ -16,6 +16,7 @@ from heedful.core.call.arguments import (
     one_sink,
 )
 from heedful.core.call.describe import check_last_dim, check_packed, check_writable
+from heedful.core.call.numerics import with_numerics
 from heedful.core.call.operands import Gradients, Operands
 from heedful.masks.block_mask import BlockMask, block_operands
 from heedful.torch.api.attention import plain_lengths
@@ -67,6 +68,7 @@ def attention_backward(
     bias_grad: bool = True,
     rel_bias_grad: bool = True,
     backend: str | None = None,
+    sm_margin: int | None = None,
     into: Sequence[Tensor] | None = None,
     accumulate: Sequence[Tensor] | None = None,
 ) -> Gradients:
@@ -109,6 +111,8 @@ def attention_backward(
         window_size = plain_window(window_size)
     if dispatched or dropout_origin is not WHOLE:
         dropout_origin = plain_origin(dropout_origin)
+    if sm_margin is not None:
+        backend = with_numerics(backend, None, sm_margin)
     q_offsets = None
     if q_offset is not None:
         q_offset, q_offsets = offset_of_each(q_offset)

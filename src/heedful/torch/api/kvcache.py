@@ -97,6 +97,7 @@ def flash_attn_with_kvcache(
     out: Tensor | None = None,
     backend: str | None = None,
     numerics: str | None = None,
+    sm_margin: int | None = None,
 ) -> Any:
     """Attention of the newest tokens over a cache of keys and values, for inference: no gradient is
     recorded. k and v, if passed, are first written into the cache, in place.
@@ -164,10 +165,13 @@ def flash_attn_with_kvcache(
     dispatched = needs_dispatcher(q, k_cache, v_cache)
     if dispatched or window_size is not UNBOUNDED:
         window_size = plain_window(window_size)
-    backend = backend if numerics is None else with_numerics(backend, numerics)
+    more = numerics, sm_margin
+    backend = backend if numerics is sm_margin is None else with_numerics(backend, *more)
     if not dispatched and any_autocast() and is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k_cache, k, v)
     scores = softmax_scale, causal, window_size, softcap
+    places = cache_seqlens, cache_batch_idx, cache_leftpad, block_table
+    scales = k_descale, v_descale, k_shift, v_shift
     values = (*scores, rotary_interleaved, num_splits, return_softmax_lse, backend)
     tensors = (
         q,
@@ -177,15 +181,9 @@ def flash_attn_with_kvcache(
         v,
         rotary_cos,
         rotary_sin,
-        cache_seqlens,
-        cache_batch_idx,
-        cache_leftpad,
-        block_table,
+        *places,
         alibi_slopes,
-        k_descale,
-        v_descale,
-        k_shift,
-        v_shift,
+        *scales,
         sink,
         tree_mask,
         key_ranges,

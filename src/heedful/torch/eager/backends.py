@@ -14,7 +14,7 @@ from heedful.core.base import settings
 from heedful.core.base.arrays import ArraySpec, dense_strides, item_bytes, ordered_strides
 from heedful.core.base.device import lent
 from heedful.core.base.symbols import value_of
-from heedful.core.call.numerics import backend_of
+from heedful.core.call.numerics import backend_of, margin_of
 from heedful.core.call.operands import Gradients, Operands, own_shape
 from heedful.core.call.problem import AttentionProblem, Lengths
 from heedful.core.call.storage import are_mappable, storage
@@ -88,7 +88,8 @@ def planned(
     """The plan of a problem on a device. Raises as `prepare`."""
     check_device(device)
     named = backend_of(backend) or settings.get("backend")
-    return plan(problem, lent(device_spec(device)), toolchain(device), named, notes)
+    spec = lent(device_spec(device), margin_of(backend))
+    return plan(problem, spec, toolchain(device), named, notes)
 
 
 # How many lengths a problem has.

@@ -426,3 +426,50 @@ def test_work_on_another_thread_is_in_the_modes_of_the_caller(
     with torch.inference_mode(inference), torch.set_grad_enabled(grad):
         want = (1, 2), torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         assert forked.on_own_thread(modes, 1, 2) == want
+
+
+def programs_of(call: Callable[[], Any]) -> int:
+    """How many programs the main kernel of a call on an H200 has."""
+    with standin.gpu("H200") as gpu:
+        call()
+    mains = "forward", "backward"
+    (grid,) = [each.grid for each in gpu.launches if each.kernel.function in mains]
+    return grid[0]
+
+
+@pytest.mark.parametrize("margin, programs", [(None, 132), (0, 132), (7, 124), (500, 2)])
+def test_a_call_leaves_as_many_sms_to_others_as_it_says(margin, programs):
+    q = torch.zeros(1, 40000, 1, 64, dtype=torch.float16)
+    bounds = torch.tensor([0, 40000], dtype=torch.int32)
+    both = (bounds, bounds, 40000, 40000)
+    lse = torch.zeros(1, 1, 40000)
+    for call in (
+        lambda: heedful.flash_attn_func(q, q, q, sm_margin=margin),
+        lambda: heedful.flash_attn_varlen_func(q[0], q[0], q[0], *both, sm_margin=margin),
+        lambda: heedful.attention_backward(q, q, q, q, q, lse, sm_margin=margin),
+    ):
+        assert programs_of(call) == programs
+    with standin.gpu("H200"):
+        words = heedful.explain(heedful.flash_attn_func, q, q, q, sm_margin=margin)
+    told = f", on {programs} SMs: {132 - programs} are left to others"
+    assert (told in words) is (programs < 132)
+
+
+def test_a_call_outranks_the_setting_of_sms_that_are_left():
+    q = torch.zeros(1, 40000, 1, 64, dtype=torch.float16)
+    heedful.configure(sm_margin=40)
+    try:
+        assert programs_of(lambda: heedful.flash_attn_func(q, q, q)) == 92
+        assert programs_of(lambda: heedful.flash_attn_func(q, q, q, sm_margin=0)) == 132
+        named = lambda: heedful.flash_attn_func(q, q, q, sm_margin=4, backend="hopper")  # noqa: E731
+        assert programs_of(named) == 128
+    finally:
+        heedful.configure(sm_margin=None)
+
+
+@pytest.mark.parametrize("value, error", [(-1, ValueError), ("8", TypeError), (1.5, TypeError)])
+def test_a_number_of_sms_that_cannot_be_is_named(value, error):
+    q: Any = torch.zeros(1, 4, 1, 64)
+    for call in (heedful.flash_attn_func, heedful.flash_attn_with_kvcache):
+        with pytest.raises(error, match="^sm_margin must be "):
+            call(q, q, q, sm_margin=value)
