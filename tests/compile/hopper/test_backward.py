@@ -243,3 +243,24 @@ def test_sums_of_dq_leave_as_blocks_of_memory_or_four_numbers_at_a_time():
     assert "UBLKRED" in narrow and "REDG" not in narrow
     wide = disassemble(compiler.artifact(main_call(head_dim=256), DEVICE.arch).code).text
     assert "F32x4" in wide and "UBLKRED" not in wide
+
+
+USED = [
+    {"head_dim": 128, "used_k": True, "causal": True},
+    {"head_dim": 64, "leftpad_k": True, "used_k": True},
+    {"head_dim": 256, "used_k": True},
+    {"head_dim": 128, "total_q": 8192, "total_k": 8192, "used_q": True, "used_k": True},
+]
+
+
+@pytest.mark.parametrize(
+    "facts", [USED[0], *(pytest.param(f, marks=pytest.mark.slow) for f in USED[1:])], ids=str
+)
+def test_lengths_in_use_cost_nothing_in_the_loop_that_counts(facts):
+    """They are the producer's, who loads no key and no query that is not in use, and what gradients
+    of other keys are stored as."""
+    call = main_call(**facts)
+    for name, rank in (("k", 5), ("dk", 5 if "total_k" in facts else 4)):
+        found = call.arguments[f"io.{name}"]
+        assert isinstance(found, TensorMap) and len(found.shape) == rank
+    assert_step_is_sound(call)

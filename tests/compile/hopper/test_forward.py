@@ -4,6 +4,7 @@ import heapq
 import struct
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from triton.experimental.gluon import language as gl
@@ -346,3 +347,41 @@ def test_scores_with_a_bias_are_subtracted_from_before_they_are_scaled(terms, di
     fused = scores if "alibi" not in terms else 2 * scores
     assert fused <= found.counts["FFMA"] < fused + scores
     assert not ("alibi" not in terms and found.spills)
+
+
+EXACT = [
+    {"head_dim": 128, "causal": True},
+    {"head_dim": 64, "causal": True, "total_q": 3000, "total_k": 3000, "used_q": True},
+    {"head_dim": 192, "head_dim_v": 128},
+    {"head_dim": 256, "num_splits": 1, "seqlen_q": 30},
+]
+
+
+@pytest.mark.parametrize(
+    "facts", [EXACT[0], *(pytest.param(f, marks=pytest.mark.slow) for f in EXACT[1:])], ids=str
+)
+def test_results_in_float32_are_stored_from_registers_and_take_none_of_the_loop(facts):
+    """They pass through no shared memory, of which they would take twice as much."""
+    sizes: dict[str, Any] = {
+        "batch": 2,
+        "seqlen_q": 2000,
+        "seqlen_k": 3000,
+        "heads_q": 8,
+        "heads_k": 2,
+    }
+    sizes |= {"return_lse": True, **facts}
+    codes = []
+    for dtype in ("float32", "bfloat16"):
+        *_, call = whole(AttentionProblem.dense(**sizes, out_dtype=dtype)).calls
+        assert ("io.out" in call.arguments) == (dtype == "bfloat16")
+        codes.append(compiler.artifact(call, DEVICE.arch))
+    exact, rounded = codes
+    text = disassemble(exact.code).text
+    assert text.count("UTMASTG") == 0 and "STG.E" in text
+    # But for some numbers that roles are told.
+    assert exact.shared_bytes <= rounded.shared_bytes + 64
+    loops = [found for code in codes if (found := inspect_cubin(code.code).loop) is not None]
+    assert [loop.spills for loop in loops] == [0, 0]
+    names = "HGMMA", "MUFU", "FFMA", "FADD"
+    counts = [[loop.counts[name] for name in names] for loop in loops]
+    assert counts[0] == counts[1]

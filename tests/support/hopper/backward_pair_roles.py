@@ -69,9 +69,8 @@ class PairDevice(Device):
         lse, (k, q) = s.made
         name, batch, head, first = lse
         assert (name, batch, first) == ("lse", int(tile.batch), int(row))
-        at_q = self.box(batch, head, tile.seq.token_q, tile.seq.stored_q, row)
-        col = tile.col + consumer * KEYS
-        at_k = self.box(batch, tile.kv_head, tile.seq.token_k, tile.seq.stored_k, col)
+        at_q = self.queries_at(tile, head, row)
+        at_k = self.keys_at(tile, tile.col + consumer * KEYS)
         assert (k, q) == (("k", at_k), ("q", at_q))
         key_tile = batch, int(tile.kv_head), int(tile.col) // BLOCK_N
         query_tile = head, int(row) // self.tile.block_m
@@ -80,7 +79,7 @@ class PairDevice(Device):
     def hidden_by_words(self, s: Sums, words, params, consumer) -> Probabilities:
         """As `hidden`, of rows with key_ranges of a dense call."""
         batch, head, row, col = words
-        nowhere = SimpleNamespace(token_q=0, token_k=0, stored_q=0, stored_k=0)
+        nowhere = SimpleNamespace(token_q=0, token_k=0)
         tile = SimpleNamespace(batch=batch, kv_head=head // GROUP, col=Int(col), seq=nowhere)
         made = self.hidden(s, params, tile, Int(row), consumer)
         assert made.rows == (batch, head, row)

@@ -60,7 +60,8 @@ class Words(tuple):
 class Sizes:
     """lengths: queries and keys of each sequence. runs: of each 64 queries of the only sequence,
     the one or two runs of keys that they see by key_ranges. listed: of each key tile of the only
-    sequence, the tiles of 128 queries of its list, and how many of them need a mask."""
+    sequence, the tiles of 128 queries of its list, and how many of them need a mask. used: of each
+    sequence how many queries are in use, where its keys begin, and how many of these are."""
 
     lengths: tuple[tuple[int, int], ...]
     heads_k: int = 2
@@ -70,6 +71,12 @@ class Sizes:
     l2_heads: int = 1
     runs: tuple[tuple[tuple[int, int], ...], ...] = ()
     listed: tuple[tuple[tuple[int, ...], int], ...] = ()
+    used: tuple[tuple[int, int, int], ...] = ()
+
+    def in_use(self, b: int) -> tuple[int, int, int]:
+        """`used` of a sequence."""
+        rows, keys = self.lengths[b]
+        return self.used[b] if self.used else (rows, 0, keys)
 
 
 @dataclass(frozen=True)
@@ -172,8 +179,7 @@ class Device:
             seqs=SimpleNamespace(
                 cu_q=Pointer(self.starts[0]) if s.packed else None,
                 cu_k=Pointer(self.starts[1]) if s.packed else None,
-                used_q=None,
-                used_k=None,
+                **self.lengths_in_use(),
                 seqlen_q=Int(self.starts[0][-1] if s.packed else s.lengths[0][0]),
                 seqlen_k=Int(self.starts[1][-1] if s.packed else s.lengths[0][1]),
             ),
@@ -219,6 +225,20 @@ class Device:
                 PRODUCER_REGS=0,
             ),
         )
+
+    def lengths_in_use(self):
+        """The arrays of `Sizes.used`, those that say more than lengths do."""
+        names = "used_q", "leftpad_k", "used_k"
+        made: dict[str, Any] = dict.fromkeys(names)
+        for index, name in enumerate(names):
+            if self.sizes.used:
+                made[name] = Pointer([Int(numbers[index]) for numbers in self.sizes.used])
+        if not any(pad for _, pad, _ in self.sizes.used):
+            made["leftpad_k"] = None
+        if not self.sizes.packed:
+            # No dense call of this kernel has lengths of queries.
+            made["used_q"] = None
+        return made
 
     def hulls(self):
         """Entries as the kernels ahead of this one store them. Nobody sees a whole key tile."""
@@ -411,6 +431,20 @@ class Device:
         at = self.host.turned(sequences.box)
         return tuple(map(int, at(self.sizes.packed, batch, head, start, stored, row)))
 
+    def queries_at(self, tile, head, row) -> tuple:
+        """Where rows of queries are in a tensor map."""
+        used, _, _ = self.sizes.in_use(int(tile.batch))
+        return self.box(tile.batch, head, tile.seq.token_q, used, row)
+
+    def keys_at(self, tile, col) -> tuple:
+        """Where keys are in a tensor map, which ends where those in use do."""
+        b, s = int(tile.batch), self.sizes
+        _, pad, used = s.in_use(b)
+        if s.packed or not s.used:
+            return self.box(b, tile.kv_head, tile.seq.token_k, used, col)
+        end = b * s.lengths[b][1] + pad + used
+        return 1 << 30, end, int(tile.kv_head), (1 << 30) - used + int(col), 0
+
     def probabilities(self, s, numbers, blocks, params, tile, number, dtype, consumer, masked):
         ((k, q),) = s.made
         head, block = self.host.turned(tile_file.query_tile)(params, tile, blocks, Int(number))
@@ -419,9 +453,8 @@ class Device:
             place = Int(number) % blocks.end
         assert masked or blocks.full_begin <= place < blocks.full_end
         batch, row = int(tile.batch), int(block) * self.tile.block_m
-        at_q = self.box(batch, head, tile.seq.token_q, tile.seq.stored_q, row)
-        col = tile.col + consumer * KEYS % self.tile.block_n
-        at_k = self.box(batch, tile.kv_head, tile.seq.token_k, tile.seq.stored_k, col)
+        at_q = self.queries_at(tile, head, row)
+        at_k = self.keys_at(tile, tile.col + consumer * KEYS % self.tile.block_n)
         rows = batch, int(head), row
         lse, *words = numbers
         for of_rows in words:
@@ -515,6 +548,7 @@ class Device:
                 "lane_place": lambda: None,
                 "opaque": lambda x: x,
                 "matrix": lambda box, rows, dim: box,
+                "with_zeros": lambda x, row, params, tile: x,
                 "reinterpret": self.reinterpret,
                 "p_descale": lambda dtype: 1.0,
                 "scores_layout": lambda dtype, columns, warps=4: None,
@@ -538,6 +572,11 @@ class Device:
         roles = [self.bound(*role) for role in self.made_roles]
         self.machine.run([*roles, self.bring_loads], [*names, "copies"])
 
+    def rows_between(self):
+        """Keys from one batch entry to the next, of a map that ends with those in use."""
+        is_dense = self.sizes.used and not self.sizes.packed
+        return Int(self.sizes.lengths[0][1]) if is_dense else None
+
     def operands(self):
         dim = self.tile.dim
         rows = {"q": self.tile.block_m, "dout": self.tile.block_m}
@@ -549,6 +588,7 @@ class Device:
 
         return SimpleNamespace(
             **{name: desc(name) for name in ("q", "k", "v", "dout", "dk", "dv")},
+            **dict.fromkeys(("k_rows", "v_rows"), self.rows_between()),
             lse_log2=SimpleNamespace(ptr="lse"),
             delta="delta",
             dout_scale="dout_scale",

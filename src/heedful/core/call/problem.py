@@ -253,6 +253,8 @@ class AttentionProblem:
             yield "gqa"
         if self.head_dim != self.head_dim_v:
             yield "head_dims_differ"
+        if ITEM_BITS[self.dtype] == 16 and self.out_dtype != self.dtype:
+            yield "float_out"
         if ITEM_BITS[self.dtype] == 8:
             yield "fp8"
         if self.quantized_kv:
@@ -409,6 +411,7 @@ FEATURES = {
     "block_mask": "block mask",
     "gqa": "fewer KV heads than query heads",
     "head_dims_differ": "V of another head dim than Q and K",
+    "float_out": "float32 output of 16-bit inputs",
     "fp8": "fp8 inputs",
     "quantized_kv": "quantised KV cache",
     "split_kv": "forced split of the keys (num_splits > 1)",

@@ -211,15 +211,18 @@ def without_packs(chosen: Plan, direction: str) -> Plan:
 
 def _left_to_others(v: Variant, problem, device, toolchain, named: Overrides | None) -> list[str]:
     """Why a variant that is not named leaves a problem to others that take it: to any, or to those
-    of the named backend."""
+    of the named backend. None is preferred with what it has not run with."""
     preferences = [] if named and named.variant else v.preferences
+    features = problem.features() if preferences else frozenset()
     preferred = [other for prefers in preferences if (other := prefers(problem, device))]
     return [
         f"{capability.label(other.backend, other.variant)} is preferred {other.why}"
         for other in preferred
         if (named is None or named.backend == other.backend)
         and any(
-            not kernel.why_not(other.asks or problem, device, toolchain)
+            not (
+                kernel.unrun & features or kernel.why_not(other.asks or problem, device, toolchain)
+            )
             for kernel in Overrides(other.backend, other.variant).kernels()
             if kernel.direction == v.direction
         )
@@ -381,7 +384,7 @@ def explain(plan: Plan, update: str | None = None) -> str:
     forward = plan.variant_of("forward")
     lines = [
         f"problem   {plan.problem.key()}",
-        f"device    {plan.device.name} ({plan.device.arch})",
+        f"device    {plan.device.name} ({plan.device.arch})" + _words_of_margin(plan.device),
         f"forward   {forward.label} [{plan.level}]",
     ]
     if update is not None and forward.program:
@@ -413,6 +416,11 @@ def explain(plan: Plan, update: str | None = None) -> str:
         for (direction, reasons), names in rejected_together(plan).items()
     ]
     return "\n".join(lines)
+
+
+def _words_of_margin(device: DeviceSpec) -> str:
+    """How many SMs are left to others, if any are."""
+    return f", on {device.units} SMs: {device.left} are left to others" if device.left else ""
 
 
 def rejected_together(plan: Plan) -> dict[tuple[str, tuple[str, ...]], list[str]]:

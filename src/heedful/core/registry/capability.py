@@ -235,7 +235,7 @@ _OF_HOPPER_DECODE = frozenset(
 )
 _STEPS: dict[str, Any] = {"appends": True, "varies": _VARIES_BY_SHARES}
 # The gates of kernels that load by TMA, and of those that also read caches.
-_TMA_GATES = (gates.some_tokens, gates.positive_scale, gates.out_as_in)
+_TMA_GATES = (gates.some_tokens, gates.positive_scale)
 _CACHE_GATES = (*_TMA_GATES, gates.whole_pages)
 _HOPPER_GATES = (
     *(*_CACHE_GATES, gates.aligned_draws),
@@ -317,6 +317,8 @@ def _latent(name: str, few_rows: Gate, *more: Gate, **facts: Any) -> Variant:
 # A backward holds the first two beside probabilities until dP is there: the derivative of the
 # softcap, and which probabilities were dropped.
 _TAKEN = {"softcap", "dropout", "block_mask", "key_ranges"}
+# It has not run with these on hardware.
+_USED = frozenset({"seqused", "leftpad_k"})
 
 
 def _hopper_backward(
@@ -329,16 +331,16 @@ def _hopper_backward(
         "hopper",
         name,
         {"causal", "window", "diagonal", "sink", "varlen", "gqa", "head_dims_differ"}
-        | {"return_lse", "max_scores", "backward", "q_offsets", *features},
+        | {"return_lse", "max_scores", "backward", "q_offsets", *_USED, *features},
         "hopper_backward",
         *(kernel, "portable.scores"),
         direction="backward",
         max_dim=max_dim,
         gates=(
             *(*_TMA_GATES, gates.aligned_draws, gates.near_softcap),
-            *(gates.lists_of_the_hopper_backward, *more),
+            *(gates.lists_of_the_hopper_backward, gates.used_queries_packed, *more),
         ),
-        **dict[str, Any]({"unrun": frozenset(), **facts}),
+        **dict[str, Any]({"unrun": _USED, **facts}),
     )
 
 
@@ -380,7 +382,7 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     Variant(
         *("decode", "forward", "portable", _PORTABLE_LEVELS),
-        *(("bfloat16", "float16", *FP8), _OF_DECODE),
+        *(("bfloat16", "float16", *FP8), _OF_DECODE | {"float_out"}),
         kv_dtypes=(*_QUANTIZED, LATENT_ROWS),
         max_dim=MAX_HEAD_DIM,
         dim_multiple=8,
@@ -414,14 +416,10 @@ VARIANTS: tuple[Variant, ...] = (
     _mixed("portable", *_SHORT, triton=(3, 6)),
     _mixed("converting", *_SHORT, kv_dtypes=_E4M3, converts=True),
     _on_hopper(
-        "hopper",
-        "forward",
-        _OF_HOPPER,
-        "hopper",
-        "hopper.forward",
+        *("hopper", "forward", _OF_HOPPER | {"float_out"}, "hopper", "hopper.forward"),
         triton=(3, 6),
         gates=(*_HOPPER_GATES, *gates.OF_THE_HOPPER_FORWARD),
-        unrun=frozenset(),
+        unrun=frozenset({"float_out"}),
     ),
     _on_hopper(
         "hopper",
@@ -480,7 +478,7 @@ VARIANTS: tuple[Variant, ...] = (
         by_default=False,
         gates=(
             gates.positive_scale,
-            gates.out_as_in_or_float,
+            gates.float_out,
             gates.own_e4m3,
             gates.many_keys,
             gates.near_rows,
@@ -512,7 +510,7 @@ VARIANTS: tuple[Variant, ...] = (
     _hopper_backward("pair", {"key_ranges"}, 192, gates.above_128, gates.values_to_128),
     _hopper_backward("wide", _TAKEN, 256, gates.above_128),
     _hopper_backward(
-        *("halves", {"softcap"}, 512, gates.above_256), framework="torch", unrun=_UNRUN
+        *("halves", {"softcap"}, 512, gates.above_256), framework="torch", unrun=_UNRUN | _USED
     ),
     Variant(
         "portable",
@@ -531,7 +529,7 @@ VARIANTS: tuple[Variant, ...] = (
     Variant(
         *("sdpa", "forward", "", {"cpu": "run"}, FLOATS),
         _OF_SDPA | {"gqa", "seqused", "uneven_rows"},
-        gates=(gates.sdpa_mask, gates.sdpa_lengths, gates.sdpa_log_sum_exp, gates.out_as_in),
+        gates=(gates.sdpa_mask, gates.sdpa_lengths, gates.sdpa_log_sum_exp),
         varies=_VARIES_BY_SIZES,
         **_SDPA,
     ),

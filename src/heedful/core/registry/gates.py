@@ -176,6 +176,14 @@ def lists_of_the_hopper_backward(problem: AttentionProblem, device: DeviceSpec) 
     return _lists_beside(problem, {"deterministic": problem.deterministic})
 
 
+def used_queries_packed(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Rows of dense queries that are not in use may hold NaN, and would be read: a map that ends
+    with each sequence needs strides of dO, which are not known yet."""
+    if problem.used_q and not problem.varlen_q:
+        return "lengths of queries that are not packed"
+    return None
+
+
 def _lists_beside(problem: AttentionProblem, others: dict[str, Any]) -> str | None:
     """Why a Hopper kernel does not take a block mask. others: what it does not take beside one."""
     if not problem.block_mask:
@@ -221,10 +229,6 @@ def near_softcap(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return None
 
 
-def out_as_in(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    return None if problem.out_dtype == problem.dtype else f"out of {problem.out_dtype}"
-
-
 def float_out(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return None if problem.out_dtype in FLOATS else f"out of {problem.out_dtype}"
 
@@ -233,12 +237,6 @@ def own_e4m3(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     own = "float8_e4m3fnuz" if device.arch == "gfx942" else "float8_e4m3fn"
     foreign = ITEM_BITS[problem.dtype] == 8 and problem.dtype != own
     return f"{problem.dtype} on {device.arch}, which multiplies {own}" if foreign else None
-
-
-def out_as_in_or_float(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    if ITEM_BITS[problem.dtype] == 8:
-        return None if problem.out_dtype in FLOATS else f"out of {problem.out_dtype}"
-    return out_as_in(problem, device)
 
 
 def near_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:

@@ -25,8 +25,9 @@ from heedful.kernels.args.shared import (
 
 
 class HopperIO(NamedTuple):
-    """q, k, v and out are tensor maps. v: in fp8 it is transposed, with keys innermost. lse: with
-    several splits it has a leading index for the split."""
+    """q, k, v and out are tensor maps; out is None where results are float32, see SplitKV. v: in
+    fp8 it is transposed, with keys innermost. lse: with several splits it has a leading index for
+    the split."""
 
     q: In[Ptr]
     k: In[Ptr]
@@ -106,7 +107,8 @@ class SplitKV(NamedTuple):
     rows, without the sink, laid out as lse; else None. Without splits all other fields are None.
     PART_TILES: with numerics="invariant" a split is a part of so many key tiles, at multiples of
     them; else None. held: if a program takes all parts of its work tile, one after the other, its
-    merged results so far, see `epilogue.with_held`; else None."""
+    merged results so far, see `epilogue.with_held`; else None. exact: float32 results of 16-bit
+    inputs, with dim_v columns, which are stored from registers; else its fields are None."""
 
     partials: Out[Ptr]
     rest: Out[Ptr]
@@ -116,6 +118,7 @@ class SplitKV(NamedTuple):
     dim_v: Num
     PART_TILES: Const
     held: InOut[Ptr]
+    exact: Out[Rows]
 
 
 class HopperStages(NamedTuple):

@@ -14,11 +14,16 @@ class HopperBackwardIO(NamedTuple):
     probabilities. delta lies in the same layout. So does dout_scale, which only rows far from 0 use
     (`hopper.backward.far_rows`). dq_accum: sums of dq in tiles of BLOCK_M rows, with the scale of
     probabilities but without that of scores, see `hopper.backward.dq.sums`.
+
+    k_rows, v_rows: rows of the maps of k and v from one batch entry to the next, where dense keys
+    end before their storage does; else None.
     """
 
     q: In[Ptr]
     k: In[Ptr]
     v: In[Ptr]
+    k_rows: Num
+    v_rows: Num
     dout: In[Ptr]
     lse_log2: In[RowVector]
     delta: In[Ptr]

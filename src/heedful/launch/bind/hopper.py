@@ -61,7 +61,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
 def _maps(
     problem: AttentionProblem, config: HopperForwardConfig, buffers: Buffers
 ) -> dict[str, TensorMap]:
-    """The tensor maps of queries, keys, values and the output."""
+    """The tensor maps of queries, keys, values and the output, unless that is float32."""
     if isinstance(config, HopperWideConfig):
         make_q = maps.packed_map if problem.varlen_q else maps.dense_map
         widths = {"q": SWIZZLE, "out": 2 * SWIZZLE}
@@ -77,7 +77,8 @@ def _maps(
     pack = config.group_rows(problem)
     found: dict[str, TensorMap] = {}
     make_q = maps.packed_map if problem.varlen_q else maps.dense_map
-    for name, dim in (("q", q_dim), ("out", out_dim)):
+    columns = {"q": q_dim} if hopper_groups.has_float_out(problem) else {"q": q_dim, "out": out_dim}
+    for name, dim in columns.items():
         if pack > 1:
             made = maps.grouped_map(name, buffers[name], problem.group, pack, dim)
         else:

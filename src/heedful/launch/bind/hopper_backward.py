@@ -143,7 +143,7 @@ def _list_heads(problem: AttentionProblem, buffers: Buffers) -> int:
 def _visits(problem: AttentionProblem, config: HopperBackwardConfig, buffers: Buffers) -> Workspace:
     """Room for the lists of query tiles that visit a key tile, see `args.BackwardLists`."""
     keys = buffers["block_keys"]
-    differ = problem.varlen_q or problem.varlen_k or problem.q_offsets
+    differ = problem.varlen_q or problem.ragged_k or problem.q_offsets
     batch = problem.batch if differ or keys.steps[0] else 1
     heads = problem.heads_k if keys.steps[1] else 1
     boxes = max(1, config.block_n // problem.block_mask)
@@ -281,7 +281,9 @@ def _backward_call(
     found = {}
     for name, dim in dims.items():
         of_queries = name in ("q", "dout")
-        is_ragged = problem.varlen_q if of_queries else problem.varlen_k
+        # Gradients have rows of keys that are not in use, too: zeros.
+        of_keys = problem.ragged_k if name in ("k", "v") else problem.varlen_k
+        is_ragged = problem.varlen_q if of_queries else of_keys
         make = maps.packed_map if is_ragged else maps.dense_map
         # Each consumer has a box of keys.
         rows = config.block_m if of_queries else CONSUMER_ROWS
@@ -289,7 +291,11 @@ def _backward_call(
         found[name] = make(name, buffers[name], rows, columns)
     parameters = {
         "io": groups.arrays(
-            args.HopperBackwardIO, buffers, **found, **_scratch(buffers, "dq_accum")
+            args.HopperBackwardIO,
+            buffers,
+            **found,
+            **_scratch(buffers, "dq_accum"),
+            **_rows_between(problem, buffers),
         ),
         "params": args.HopperBackwardParams(
             seqs=groups.sequences(problem, buffers),
@@ -318,6 +324,14 @@ def _backward_call(
     return KernelCall(
         ref, launch.grid, parameters, options, cluster=config.programs, programmatic=True
     )
+
+
+def _rows_between(problem: AttentionProblem, buffers: Buffers) -> dict[str, Scalar | None]:
+    """The rows of the maps of keys and values from one batch entry to the next, see
+    `args.HopperBackwardIO`."""
+    if problem.varlen_k or not problem.ragged_k:
+        return {"k_rows": None, "v_rows": None}
+    return {f"{name}_rows": Scalar(maps.rows_between(buffers[name])) for name in ("k", "v")}
 
 
 def _shares_code(problem: AttentionProblem, config: HopperBackwardConfig, kernel: str) -> bool:

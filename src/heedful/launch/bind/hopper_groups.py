@@ -25,7 +25,7 @@ from heedful.core.registry.tiles import (
     pow2,
 )
 from heedful.kernels.args import hopper as args
-from heedful.kernels.args.kinds import ScoreArray
+from heedful.kernels.args.kinds import Rows, ScoreArray
 from heedful.kernels.args.shared import KeyHulls, Tile
 from heedful.launch.bind import groups
 from heedful.launch.bind import hopper_maps as maps
@@ -45,10 +45,11 @@ def forward_call(
     begins_early: bool = False,
 ) -> KernelCall:
     """The launch of the attention. tensor_maps: of q, k, v and out. lse: the name of the
-    log-sum-exp's buffer, if there is one. splits: as of `_split_kv`."""
+    log-sum-exp's buffer, if there is one. splits: as of `_split_kv`. There is no map of a float32
+    out."""
     split = _split_kv(problem, config, buffers, splits)
     parameters = {
-        "io": args.HopperIO(**tensor_maps, lse=pointer(buffers, lse)),
+        "io": args.HopperIO(**{"out": None, **tensor_maps}, lse=pointer(buffers, lse)),
         "params": _params(problem, config, launch, buffers, split),
         "transpose": transpose,
         "BEGINS_EARLY": begins_early,
@@ -246,7 +247,19 @@ def _split_kv(
     if splits is None:
         rest, largest = pointer(buffers, "rest"), pointer(buffers, "max_scores")
         held = pointer(buffers, "held", True)
-        return args.SplitKV(None, rest, largest, None, None, None, part_tiles, held)
+        exact: dict[str, Any] = {"exact": absent(Rows), "dim_v": None}
+        if has_float_out(problem):
+            divisor = maps.STRIDE_BYTES // item_bytes(problem.out_dtype)
+            exact["exact"] = groups.rows(buffers, "out", divisor)
+            exact["dim_v"] = Scalar(problem.head_dim_v)
+        return args.SplitKV(
+            **dict.fromkeys(("partials", "splits", "batch")),
+            rest=rest,
+            max_scores=largest,
+            PART_TILES=part_tiles,
+            held=held,
+            **exact,
+        )
     return args.SplitKV(
         partials=pointer(buffers, "partial_out"),
         rest=pointer(buffers, "partial_rest"),
@@ -256,7 +269,13 @@ def _split_kv(
         dim_v=Scalar(problem.head_dim_v),
         PART_TILES=part_tiles,
         held=None,
+        exact=absent(Rows),
     )
+
+
+def has_float_out(problem: AttentionProblem) -> bool:
+    """Whether 16-bit inputs have results in float32, which pass through no shared memory."""
+    return item_bytes(problem.dtype) == 2 and problem.out_dtype == "float32"
 
 
 def _stages(config: HopperConfig) -> args.HopperStages:
@@ -276,8 +295,8 @@ def _tile(problem: AttentionProblem, config: HopperConfig, is_split: bool) -> ar
         config,
         TAIL_D=is_16_bit and config.tail_d,
         TAIL_E=is_16_bit and config.tail_e,
-        # Partial results are not stored through a tensor map.
-        OUT_IN_Q=is_16_bit and config.out_in_q and not is_split,
+        # Results in float32 are not stored through a tensor map.
+        OUT_IN_Q=is_16_bit and config.out_in_q and not (is_split or has_float_out(problem)),
         V_TRANSPOSED=not is_16_bit,
         PREFETCHES_TILE=isinstance(config, HopperFp8Config) and config.prefetches_tile,
         VISITS_SECOND=visits_second and config.consumers * CONSUMER_ROWS <= config.block_n,

@@ -45,6 +45,13 @@ PACKED = [
     Sizes(((200, 300), (64, 0), (0, 200), (130, 257)), packed=True),
     Sizes(((300, 200), (100, 400), (1, 1)), packed=True, right=0, l2_heads=2),
 ]
+# Keys that end before their storage does, or begin after it; and packed sequences with gaps.
+USED = [
+    Sizes(((200, 500), (200, 500)), used=((200, 0, 300), (200, 0, 0)), right=0),
+    Sizes(((300, 600), (300, 600)), used=((300, 17, 500), (300, 600, 0)), left=70),
+    Sizes(((70, 300), (70, 300)), used=((70, 299, 1), (70, 40, 260))),
+    Sizes(((200, 300), (130, 257)), packed=True, used=((65, 0, 129), (130, 0, 257)), right=0),
+]
 # Documents, windows beside leading keys, and tiles that are visited in vain.
 NONE = ((0, 0),)
 RUNS = [
@@ -72,7 +79,8 @@ class Checked(Device):
         assert not any(self.products.values()) and not any(self.copies.values())
         visits = {key_tile: self.check_key_tile(*key_tile) for key_tile in self.key_tiles()}
         assert not self.stored and not self.partials
-        for b, (rows, keys) in enumerate(self.sizes.lengths):
+        for b in range(len(self.sizes.lengths)):
+            rows, _, keys = self.sizes.in_use(b)
             for head in range(self.sizes.heads_k * GROUP):
                 for block in range(self.q_blocks[b]):
                     seen = self.check_query_tile(b, head, block)
@@ -92,6 +100,8 @@ class Checked(Device):
         b, head, block = key_tile
         col = block * BLOCK_N + consumer * KEYS
         if self.splits == 1:
+            # Gradients of all keys in storage but padding are stored.
+            col += self.sizes.in_use(b)[1]
             at = self.box(b, head, self.starts[1][b], self.sizes.lengths[b][1], col)
             stored = [(name, *at) for name in ("dk", "dv")]
             assert self.stored.keys() >= set(stored)
@@ -209,7 +219,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    "case, seed", in_turns(product(DENSE + PACKED + RANGED, WAYS), range(3)), ids=str
+    "case, seed", in_turns(product(DENSE + PACKED + RANGED + USED, WAYS), range(3)), ids=str
 )
 def test_every_tile_is_made_once_and_nobody_waits_for_ever(case, seed):
     sizes, way = case
@@ -486,7 +496,7 @@ IMPLIED_OF_PAIR = {
 EACH_OF_PAIR = [(*who, what) for who, every in PAIR_STEPS.items() for what in every]
 
 
-@pytest.mark.parametrize("sizes", DENSE + PACKED + RANGED[:3], ids=str)
+@pytest.mark.parametrize("sizes", DENSE + PACKED + RANGED[:3] + USED, ids=str)
 @pytest.mark.parametrize("programs, draws, splits", [(99, False, 1), (3, True, 1), (3, True, 3)])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_pair_makes_every_tile_once_and_nobody_waits_for_ever(

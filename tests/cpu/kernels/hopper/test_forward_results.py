@@ -36,7 +36,7 @@ def of_rows_without_keys():
 
 class Forward:
     """A tile of rows, and what its results go to. pack: query heads of a row, 1 or a power of two
-    that three lie within. split: which of SPLITS, or None."""
+    that three lie within. split: which of SPLITS, or None. exact: results are float32."""
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class Forward:
         split: int | None = None,
         fp8=False,
         in_parts=False,
+        exact=False,
         held: np.ndarray | None = None,
     ):
         self.drawn: Any = np.random.default_rng(7)
@@ -56,6 +57,10 @@ class Forward:
         self.lse = np.full((entries, HEADS, LENGTH), UNTOUCHED, np.float32)
         self.rest = np.full_like(self.lse, UNTOUCHED) if rest else None
         self.partials = np.full((entries, LENGTH, HEADS, DIM), UNTOUCHED, np.float32)
+        self.exact = np.full((BATCH, LENGTH, HEADS, DIM), UNTOUCHED, np.float32) if exact else None
+        strides = [tensor(HEADS * DIM * n) for n in (LENGTH, 1)] + [tensor(DIM)]
+        place = SimpleNamespace(ptr=Memory(self.exact) if exact else None)
+        place.stride_b, place.stride_n, place.stride_h = strides
         self.sink = self.drawn.normal(0, 300, HEADS).astype(np.float32) if sink else None
         self.written: tuple | None = None
         parts = SimpleNamespace(
@@ -66,6 +71,7 @@ class Forward:
             dim_v=tensor(DIM),
             PART_TILES=64 if in_parts else None,
             held=None if held is None else Memory(held),
+            exact=place,
         )
         group = 3 if pack > 1 else 1
         self.params: Any = SimpleNamespace(
@@ -129,7 +135,13 @@ class Forward:
             exists[row] = True
             if is_used:
                 part[entry, token, head] = want
-        if self.split is None:
+        if self.exact is not None:
+            assert self.written is None
+            places = np.full(self.exact.shape, UNTOUCHED)
+            for row, token, head in self.rows():
+                places[ENTRY, token, head] = written[row]
+            np.testing.assert_allclose(self.exact, places, CLOSE, CLOSE)
+        elif self.split is None:
             assert self.written is not None
             np.testing.assert_allclose(self.written[0][exists], written[exists], CLOSE, CLOSE)
         else:
@@ -177,6 +189,14 @@ def test_rows_are_divided_and_their_log_sum_exp_is_natural(split, rest, natural,
     forward.run(epilogue.store_rows, (out,), top, total)
     unit = 1.0 if natural else 1 / LOG2E
     forward.check(np.float64(out), np.float64(top) * unit, np.float64(total))
+
+
+@pytest.mark.parametrize("pack", [1, 4], ids=["", "packed heads"])
+def test_rows_in_float32_are_stored_as_they_are_and_those_that_are_not_used_are_zeros(pack):
+    forward = Forward(pack=pack, exact=True, sink=True)
+    out, top, total = draw(forward)
+    forward.run(epilogue.store_rows, (out,), top, total)
+    forward.check(np.float64(out), np.float64(top) / LOG2E, np.float64(total))
 
 
 @pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])

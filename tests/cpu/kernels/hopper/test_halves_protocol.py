@@ -235,7 +235,7 @@ class Device:
         self.machine.until(lambda: True)
         return deps[0].end()
 
-    def load_keys(self, desc, memory, full, params, tile, column):
+    def load_keys(self, desc, memory, full, rows_each, params, tile, column):
         self.arrive(full, 1, 1)
         self.load(desc, [int(column)], full, memory)
 
@@ -248,6 +248,7 @@ class Device:
         io = SimpleNamespace(
             **{n: SimpleNamespace(name=n, block_type=block) for n in ("q", "k", "v")},
             dout=SimpleNamespace(name="do", block_type=block),
+            **dict.fromkeys(("k_rows", "v_rows")),
         )
         tile = SimpleNamespace(D=COLUMNS, E=COLUMNS, Q_STAGES=Q_STAGES, DO_STAGES=DO_STAGES)
         params = SimpleNamespace(tile=tile)

@@ -1,5 +1,5 @@
-"""Where the Hopper forward writes the log-sum-exp and partial results of splits: its own index
-arithmetic on NumPy arrays, against a dense (splits, batch, row, head, dim)."""
+"""Where the Hopper forward writes the log-sum-exp, partial results of splits and float32 results:
+its own index arithmetic on NumPy arrays, against a dense (splits, batch, row, head, dim)."""
 
 import types
 from typing import Any
@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 from heedful.kernels.args.hopper import Gqa, SplitKV
+from heedful.kernels.args.kinds import Rows
 from heedful.kernels.args.shared import Sequences
 from heedful.kernels.hopper.forward import epilogue
 from heedful.kernels.hopper.sm90 import mma
@@ -137,3 +138,27 @@ def test_every_row_of_every_split_has_a_place_of_its_own(is_packed, group, split
                 functions["store_partial"](acc, tile, row, tensor(split), params, 0)
                 found = language.written[1]
                 assert sorted(found) == sorted(out[split, entry, rows, own].ravel())
+
+
+@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_every_row_in_float32_has_its_place_whatever_the_strides(is_packed, group):
+    params, heads = params_of(is_packed, group, None), KV_HEADS * group
+    # Rows of a wider array, whose heads come in another order than those of a dense one.
+    room = np.arange(TOTAL * heads * (DIM + 4)).reshape(BATCH, heads, LENGTH, DIM + 4)
+    if is_packed:
+        room = room.reshape(1, heads, TOTAL, DIM + 4)
+    out = room[..., :DIM].transpose(0, 2, 1, 3)
+    b, n, h, _ = (tensor(step // out.itemsize, np.int64) for step in out.strides)
+    exact = Rows(tensor(0, np.int64), b, n, h)
+    params.split = params.split._replace(exact=exact, dim_v=tensor(DIM))
+    acc = np.zeros((ROWS, 16), np.float32).view(Tensor)
+    for tile, row in tiles(is_packed, params.gqa.PACK_GQA):
+        language = Language()
+        hosted(language)["store_exact"](acc, tile, row, params, 0)
+        entry, start = (0, tile.seq.token_q) if is_packed else (tile.batch, 0)
+        first = row // params.gqa.PACK_GQA
+        last = min((row + ROWS) // params.gqa.PACK_GQA, tile.seq.len_q)
+        own = slice(tile.head * group, (tile.head + 1) * group)
+        (found,) = language.written
+        assert sorted(found) == sorted(out[entry, start + first : start + last, own].ravel())

@@ -335,6 +335,7 @@ def test_every_feature_has_words_and_a_problem_that_asks_for_it():
         "gqa": {"heads_k": 2},
         "head_dims_differ": {"head_dim_v": 32},
         "fp8": {"dtype": "float8_e4m3fn"},
+        "float_out": {"out_dtype": "float32"},
         "quantized_kv": {"kv_dtype": "int8"},
         "key_ranges": {"key_ranges": 2},
         "block_mask": {"block_mask": 64},

@@ -109,8 +109,7 @@ def test_a_call_on_pages_is_explained_with_its_notes():
         NOT_WIDE,
         NOT_HERE,
         "rejected  portable forward: hopper/forward is preferred",
-        "rejected  hopper backward: does not take lengths used of each sequence; does not take"
-        " paged KV cache",
+        "rejected  hopper backward: does not take paged KV cache",
         "rejected  sdpa, cpu backward: no kernel for sm_90",
     ]
 

@@ -138,3 +138,34 @@ def test_packed_queries_of_several_tiles_have_the_hopper_decode_by_name():
         assert plan(packed, H200, backend=name).variant == "hopper"
     with pytest.raises(ValueError, match="257 query rows of a KV head: takes up to 256"):
         plan(replace(packed, seqlen_q=257), H200, backend="hopper_decode")
+
+
+# The features of a call, and the direction of which Hopper's kernels have not run with them.
+NOT_RUN = [
+    ("forward", "hopper/forward", {"out_dtype": "float32"}),
+    ("backward", "hopper/backward", {"needs_grad": True, "used_k": True}),
+    ("backward", "hopper/pair", {"needs_grad": True, "leftpad_k": True, "head_dim_v": 128}),
+    ("backward", "hopper/backward", {"needs_grad": True, "used_q": True, "total_q": 900}),
+]
+
+
+@pytest.mark.parametrize("direction, kernel, facts", NOT_RUN, ids=str)
+def test_what_has_not_run_on_hardware_runs_by_name_alone(direction, kernel, facts):
+    dim = 192 if "head_dim_v" in facts else 128
+    problem = dense(2, 512, 512, 8, head_dim=dim, **facts)
+    usual, named = plan(problem, H200), plan(problem, H200, backend="hopper")
+    assert usual.variant_of(direction).backend == "portable"
+    told = [r for r in usual.rejected if (r.backend, r.direction) == ("hopper", direction)]
+    whys = [reason for r in told for reason in r.reasons if r.label in ("hopper", kernel)]
+    assert whys and whys[0].startswith("has not run with ") and whys[0].endswith(": portable has")
+    assert named.variant_of(direction).label == kernel
+    level = named.level if direction == "forward" else named.backward_level
+    assert level == "compile-only"
+
+
+def test_lengths_of_dense_queries_are_refused_by_the_hopper_backward():
+    problem = dense(2, 512, 512, 8, head_dim=128, needs_grad=True, used_q=True)
+    why = variant("hopper", "backward", "backward").why_not(problem, H200)
+    assert "lengths of queries that are not packed" in why
+    packed = replace(problem, total_q=900)
+    assert not variant("hopper", "backward", "backward").why_not(packed, H200)

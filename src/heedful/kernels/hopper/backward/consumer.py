@@ -63,11 +63,21 @@ def with_zeros(x_NC, row, params, tile):
 
 
 @gluon.jit
+def gradients_at(params, tile, row):
+    """Coordinates of gradients of keys from `row` on, those that are not in use among them."""
+    PACKED: gl.constexpr = params.seqs.cu_k is not None
+    seq = tile.seq
+    if params.seqs.leftpad_k is not None:
+        # Padded sequences are dense: the map has rows of padding, which another kernel clears.
+        row += seq.token_k
+    return box(PACKED, tile.batch, tile.kv_head, seq.token_k, seq.stored_k, row)
+
+
+@gluon.jit
 def store_rows(desc, memory, others, x_NC, COLUMNS: gl.constexpr, params, tile, CONSUMER, column=0):
     """Stores the gradients of one consumer's keys by TMA, through its shared memory. others: that
     of both consumers, if they are one role, of which one thread stores for both. column: the first
     one."""
-    PACKED: gl.constexpr = params.seqs.cu_k is not None
     row = tile.col + CONSUMER * ROWS
     if len(x_NC) == 1:
         x = with_zeros(x_NC[0], row, params, tile)
@@ -81,13 +91,9 @@ def store_rows(desc, memory, others, x_NC, COLUMNS: gl.constexpr, params, tile, 
     if gl.num_warps() == 8:
         for i in gl.static_range(CONSUMERS):
             row = tile.col + i * ROWS
-            seq = tile.seq
-            at = box(PACKED, tile.batch, tile.kv_head, seq.token_k, seq.stored_k, row)
-            tma_store(desc, at, others[i])
+            tma_store(desc, gradients_at(params, tile, row), others[i])
     else:
-        seq = tile.seq
-        coordinates = box(PACKED, tile.batch, tile.kv_head, seq.token_k, seq.stored_k, row)
-        tma_store(desc, coordinates[:-1] + [column], memory)
+        tma_store(desc, gradients_at(params, tile, row)[:-1] + [column], memory)
 
 
 @gluon.jit

@@ -151,18 +151,26 @@ def queries_of(io, params, tile, blocks, visit, is_first):
 
 
 @gluon.jit
-def load_keys(desc, boxes, full, empty, state, params, tile):
+def keys_at(rows_each, params, tile, row):
+    """Coordinates of keys or values from `row` on, of a map that ends where those in use do.
+    rows_each: as `k_rows` of the kernel's arguments."""
+    if rows_each is None:
+        PACKED: gl.constexpr = params.seqs.cu_k is not None
+        return box(PACKED, tile.batch, tile.kv_head, tile.seq.token_k, tile.seq.len_k, row)
+    else:
+        start = tile.seq.token_k + tile.batch * rows_each
+        return box(True, tile.batch, tile.kv_head, start, tile.seq.len_k, row)
+
+
+@gluon.jit
+def load_keys(desc, boxes, full, empty, state, rows_each, params, tile):
     """Loads a work tile's keys or values once their stage is empty."""
-    PACKED: gl.constexpr = params.seqs.cu_k is not None
     BOXES: gl.constexpr = params.tile.BLOCK_N // ROWS
     bar = full.index(state.index)
     barrier.wait(empty.index(state.index), state.phase ^ 1)
     mbarrier.expect(bar, BOXES * desc.block_type.nbytes)
     for i in gl.static_range(BOXES):
-        row = tile.col + i * ROWS
-        coordinates = box(
-            PACKED, tile.batch, tile.kv_head, tile.seq.token_k, tile.seq.stored_k, row
-        )
+        coordinates = keys_at(rows_each, params, tile, tile.col + i * ROWS)
         tma_load(desc, coordinates, bar, boxes.index(state.index * BOXES + i))
 
 
@@ -170,14 +178,14 @@ def load_keys(desc, boxes, full, empty, state, params, tile):
 def load_k(io, shared, params, tile, kv_count):
     """Loads a work tile's keys. kv_count: work tiles that were loaded before."""
     state = stage_of(kv_count, params.tile.K_STAGES)
-    load_keys(io.k, shared.k, shared.k_full, shared.k_empty, state, params, tile)
+    load_keys(io.k, shared.k, shared.k_full, shared.k_empty, state, io.k_rows, params, tile)
 
 
 @gluon.jit
 def load_v(io, shared, params, tile, kv_count):
     """Loads a work tile's values."""
     state = stage_of(kv_count, 1)
-    load_keys(io.v, shared.v, shared.v_full, shared.v_empty, state, params, tile)
+    load_keys(io.v, shared.v, shared.v_full, shared.v_empty, state, io.v_rows, params, tile)
 
 
 @gluon.jit
@@ -188,7 +196,7 @@ def load_rows(desc, ring, numbers, x_M, params, tile, head, row, state):
     full = ring.producer_acquire(state, state)
     numbers.index(state.index).store(x_M)
     mbarrier.expect(full, desc.block_type.nbytes)
-    coordinates = box(PACKED, tile.batch, head, tile.seq.token_q, tile.seq.stored_q, row)
+    coordinates = box(PACKED, tile.batch, head, tile.seq.token_q, tile.seq.len_q, row)
     tma_load(desc, coordinates, full, ring.boxes.index(state.index))
 
 
@@ -218,7 +226,7 @@ def load_dout(io, shared, params, tile, blocks, numbers, following, state, far_p
     rows = ring.boxes.index(state.index)
     loaded = ring.full.index(gl.where(is_far_tile, state.stages, state.index))
     mbarrier.expect(loaded, desc.block_type.nbytes)
-    coordinates = box(PACKED, tile.batch, head, tile.seq.token_q, tile.seq.stored_q, row)
+    coordinates = box(PACKED, tile.batch, head, tile.seq.token_q, tile.seq.len_q, row)
     tma_load(desc, coordinates, loaded, rows)
     # After the TMA load: a stage that fills late is waited for, numbers have a visit's time.
     numbers = queries_of(io, params, tile, blocks, following, False)

@@ -177,6 +177,10 @@ def key_tile(params, index):
     len_k = stored_k
     if params.seqs.used_q is not None:
         len_q = within(gl.load(params.seqs.used_q + batch), 0, len_q)
+    if params.seqs.leftpad_k is not None:
+        token_k = within(gl.load(params.seqs.leftpad_k + batch), 0, stored_k)
+        stored_k -= token_k
+        len_k = stored_k
     if params.seqs.used_k is not None:
         len_k = within(gl.load(params.seqs.used_k + batch), 0, len_k)
     if params.mods.longest_k is not None:

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from heedful.kernels.hopper.backward.far_rows import any_far, scale_rows
-from heedful.kernels.hopper.backward.producer import dout_scale, queries_of
+from heedful.kernels.hopper.backward.producer import dout_scale, keys_at, queries_of
 from heedful.kernels.hopper.backward.tile import key_tile, m_block_range, visit_range
 from heedful.kernels.hopper.backward_halves.shared import HALVES
 from heedful.kernels.hopper.forward_wide.cluster import (
@@ -20,11 +20,9 @@ from heedful.kernels.hopper.sm90.sequences import box
 
 
 @gluon.jit
-def load_keys(desc, memory, full, params, tile, column):
+def load_keys(desc, memory, full, rows_each, params, tile, column):
     """Loads columns from `column` on of a work tile's keys or values."""
-    PACKED: gl.constexpr = params.seqs.cu_k is not None
-    seq = tile.seq
-    at = box(PACKED, tile.batch, tile.kv_head, seq.token_k, seq.stored_k, tile.col)
+    at = keys_at(rows_each, params, tile, tile.col)
     mbarrier.expect(full, desc.block_type.nbytes)
     tma_load(desc, at[:-1] + [column], full, memory)
 
@@ -34,7 +32,7 @@ def rows_at(params, tile, head, row, column):
     """Coordinates of columns from `column` on of query rows from `row` on."""
     PACKED: gl.constexpr = params.seqs.cu_q is not None
     seq = tile.seq
-    return box(PACKED, tile.batch, head, seq.token_q, seq.stored_q, row)[:-1] + [column]
+    return box(PACKED, tile.batch, head, seq.token_q, seq.len_q, row)[:-1] + [column]
 
 
 @gluon.jit
@@ -84,12 +82,13 @@ def load_tile(io, shared, params, tile, blocks, first, end, place):
     q_state = PipelineState.start(params.tile.Q_STAGES)
     do_state = PipelineState.start(params.tile.DO_STAGES)
     far_phase = gl.to_tensor(0)
-    load_keys(io.k, shared.k.index(0), shared.k_full.index(0), params, tile, column)
+    load_keys(io.k, shared.k.index(0), shared.k_full.index(0), io.k_rows, params, tile, column)
     numbers = queries_of(io, params, tile, blocks, first, True)
     for visit in range(first, end):
         load_queries(io, shared, params, tile, numbers, column, q_state, base)
         if visit == first:
-            load_keys(io.v, shared.v.index(0), shared.v_full.index(0), params, tile, column_v)
+            memory, full = shared.v.index(0), shared.v_full.index(0)
+            load_keys(io.v, memory, full, io.v_rows, params, tile, column_v)
         following = gl.minimum(visit + 1, end - 1)
         numbers, far_phase = load_dout(
             *(io, shared, params, tile, blocks, numbers, following),

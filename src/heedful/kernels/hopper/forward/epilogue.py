@@ -20,13 +20,13 @@ from heedful.kernels.hopper.sm90.softmax import powers, shift_of
 
 @aggregate
 class Outputs:
-    """Where results go. desc: the tensor map of out. lse may be None.
+    """Where results go. desc: the tensor map of out, None for float32 results. lse may be None.
 
     boxes, tails: shared memory that results pass through, in boxes of `desc`. sums: float32 sums of
     every fp8 consumer; if they exist, results pass through them, and there are no boxes.
     """
 
-    desc: tma.tensor_descriptor
+    desc: tma.tensor_descriptor | gl.constexpr
     lse: gl.tensor | gl.constexpr
     boxes: gl.shared_memory_descriptor | gl.constexpr = None
     tails: gl.shared_memory_descriptor | gl.constexpr = None
@@ -46,7 +46,7 @@ class Outputs:
             boxes = q.boxes
             if TAIL_E:
                 tails = q.tails
-        elif params.split.partials is None:
+        elif io.out is not None and params.split.partials is None:
             EACH: gl.constexpr = kv.v.dim // io.out.block_type.shape[-1]
             boxes = allocate_boxes(io.out, EACH * CONSUMERS)
             if TAIL_E:
@@ -157,6 +157,23 @@ def store_partial(acc_ME, tile, row, split, params, first: gl.constexpr):
 
 
 @gluon.jit
+def store_exact(acc_ME, tile, row, params, first: gl.constexpr):
+    """Stores one consumer's rows in float32, columns from `first` on."""
+    layout: gl.constexpr = gl.SliceLayout(1, acc_ME.type.layout)
+    dims_E = first + gl.arange(0, acc_ME.shape[1], layout=gl.SliceLayout(0, acc_ME.type.layout))
+    base = params.split.exact.ptr + tile.batch.to(gl.int64) * params.split.exact.stride_b
+    token_M = query_position(params, row + gl.arange(0, ROWS, layout=layout)).to(gl.int64)
+    if params.seqs.cu_q is not None:
+        base = params.split.exact.ptr
+        token_M += tile.seq.token_q
+    head = head_of(params, tile, row, layout)
+    row_M = token_M * params.split.exact.stride_n + head * params.split.exact.stride_h
+    mask_M = is_row(params, row, tile.seq.stored_q, layout)
+    mask_ME = mask_M[:, None] & (dims_E < params.split.dim_v)[None, :]
+    gl.store(base + row_M[:, None] + dims_E[None, :], acc_ME, mask=mask_ME)
+
+
+@gluon.jit
 def keep_rows(out, used_M):
     """Each part of an output, with zeros in rows that are not used."""
     kept = (gl.where(rows_of(used_M, out[0]), out[0], 0.0),)
@@ -197,6 +214,21 @@ def write_rows(outputs, out, coordinates, place):
         tma_store(desc, coordinates[:-1] + [WIDTH], outputs.boxes.index(2 * place + 1))
         if len(out) > 1:
             tma_store(desc, coordinates[:-1] + [2 * WIDTH], tail)
+
+
+@gluon.jit
+def put_rows(outputs, out, tile, row, params, place):
+    """Stores one consumer's rows where the results of all keys go. Rows in storage that are not in
+    use may hold anything, even NaN: they become zeros."""
+    if params.seqs.used_q is not None:
+        layout: gl.constexpr = gl.SliceLayout(1, out[0].type.layout)
+        out = keep_rows(out, is_row(params, row, tile.seq.len_q, layout))
+    if params.split.exact.ptr is not None:
+        store_exact(out[0], tile, row, params, 0)
+        if len(out) > 1:
+            store_exact(out[1], tile, row, params, out[0].shape[1])
+    else:
+        write_rows(outputs, out, queries_at(params, tile, row), place)
 
 
 @gluon.jit
@@ -382,15 +414,12 @@ def store_rows(
     """Normalises one consumer's rows, and stores them and their log-sum-exp. v_factor: descale of
     values of 8 bits. turn: of parts that a program takes in turn, else None."""
     out, m_M, l_M, seen_M = normalised(acc, m_M, l_M, tile, row, split, params, v_factor)
-    layout: gl.constexpr = l_M.type.layout
     if params.split.held is not None:
         lse_M, rest_M = rounded_log_sum_exp(m_M, l_M, params.mods.unit is None)
         lse_M = gl.where(seen_M, lse_M, float("-inf"))
         out, lse_M, rest_M = with_held(params, out, lse_M, rest_M, turn, CONSUMER)
         if turn.is_last:
-            if params.seqs.used_q is not None:
-                out = keep_rows(out, is_row(params, row, tile.seq.len_q, layout))
-            write_rows(outputs, out, queries_at(params, tile, row), place)
+            put_rows(outputs, out, tile, row, params, place)
             if outputs.lse is not None:
                 store_lse(outputs.lse, lse_M, tile, row, split, params, float("-inf"))
     elif params.split.partials is not None:
@@ -398,11 +427,7 @@ def store_rows(
         if len(out) > 1:
             store_partial(out[1], tile, row, split, params, out[0].shape[1])
     else:
-        if params.seqs.used_q is not None:
-            # Rows in storage that are not in use may hold anything, even NaN.
-            used_M = is_row(params, row, tile.seq.len_q, layout)
-            out = keep_rows(out, used_M)
-        write_rows(outputs, out, queries_at(params, tile, row), place)
+        put_rows(outputs, out, tile, row, params, place)
     if params.split.held is None:
         store_log_sums(outputs, m_M, l_M, seen_M, tile, row, split, params)
 

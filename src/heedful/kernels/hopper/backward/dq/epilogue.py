@@ -107,7 +107,7 @@ def key_gradients(
 ):
     """Stores dk and dv of 64 keys of a KV head."""
     COLUMNS: tl.constexpr = tile.BLOCK_D + tile.BLOCK_E
-    token, len_k, stored_k = sequence(b, seqs.cu_k, seqs.used_k, None, seqs.seqlen_k)
+    token, len_k, stored_k = sequence(b, seqs.cu_k, seqs.used_k, seqs.leftpad_k, seqs.seqlen_k)
     if row0 >= stored_k:
         return
     row = h * partial_rows + accum_begin(b, seqs.cu_k, seqs.seqlen_k, tile.BLOCK_N) + row0
