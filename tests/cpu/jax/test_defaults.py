@@ -118,7 +118,8 @@ def test_an_argument_is_the_operand_or_option_of_its_name(monkeypatch, function)
     found = reached(monkeypatch, function, PLACES[function], **given, **more)
     holders = [x for x in found if isinstance(x, (Operands, Options))]
     apart = [x.name for x in found if type(x) is Mark]
-    assert apart == [name for name in ("dropout_seed", "bias_grad") if name in given]
+    names = "dropout_seed", "bias_grad", "rel_bias_grad"
+    assert apart == [name for name in names if name in given]
     assert_reached({n: v for n, v in given.items() if n not in apart}, *holders)
 
 
