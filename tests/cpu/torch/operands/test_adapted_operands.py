@@ -17,7 +17,7 @@ from heedful.torch.traced import batching
 INT = torch.int32
 CPU, META = torch.device("cpu"), torch.device("meta")
 
-NO_GRAD = (False, False)
+NO_GRAD = (False, False, False)
 
 
 def ints(*numbers: int) -> torch.Tensor:
@@ -87,10 +87,10 @@ def test_a_call_is_described_by_its_tensors_specs():
     specs = Operands(*(None if t is None else array_spec(t) for t in x))
     assert checks.attention_call(x, options, NO_GRAD) == AttentionCall(specs, options)
     out, seed = torch.zeros(2, 5, 4, 8)[:, :, :, ::1], torch.tensor([5])
-    call = checks.attention_call(x, options, (True, False), out, seed)
+    call = checks.attention_call(x, options, (True, False, True), out, seed)
     specs = specs._replace(seed=array_spec(seed))
-    assert call == AttentionCall(specs, options, True, False, array_spec(out))
-    call = checks.attention_call(x, options, (False, True), seed=5, spec=lambda t: t.shape)  # pyright: ignore
+    assert call == AttentionCall(specs, options, True, False, True, array_spec(out))
+    call = checks.attention_call(x, options, (False, True, False), seed=5, spec=lambda t: t.shape)  # pyright: ignore
     shapes = Operands(*(None if t is None else t.shape for t in x))
     assert call == AttentionCall(shapes, options, False, True)
     slopes = x._replace(alibi_slopes=torch.zeros(4, requires_grad=True))
@@ -163,18 +163,19 @@ def test_values_lie_in_keys_where_both_begin_alike_and_step_alike():
     assert not checks.lies_in(k[:0], k[:0])
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sink"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sink", "rel_bias"])
 def test_a_gradient_is_wanted_where_an_operand_that_has_one_requires_it(name):
     given: dict[str, Any] = tensors(bias=torch.zeros(5, 7), sink=torch.zeros(4))._asdict()
-    assert checks.gradients_wanted(Operands(**given)) == (False, False)
+    given["rel_bias"] = torch.zeros(4, 9)
+    assert checks.gradients_wanted(Operands(**given)) == (False, False, False)
     assert not checks.requires_gradients(Operands(**given))
     x = Operands(**{**given, name: given[name].clone().requires_grad_()})
     assert checks.requires_gradients(x)
-    assert checks.gradients_wanted(x) == (True, name == "bias")
+    assert checks.gradients_wanted(x) == (True, name == "bias", name == "rel_bias")
     with torch.no_grad():
-        assert checks.gradients_wanted(x) == (False, False)
-    odd = Operands(x.q, x.k, x.v, bias="bias", sink="sink")
-    assert checks.gradients_wanted(odd) == (name in "qkv", False)
+        assert checks.gradients_wanted(x) == (False, False, False)
+    odd = Operands(x.q, x.k, x.v, bias="bias", sink="sink", rel_bias="rel_bias")
+    assert checks.gradients_wanted(odd) == (name in "qkv", False, False)
 
 
 def test_operands_without_a_gradient_are_named_where_one_is_wanted_of_them():
