@@ -173,6 +173,7 @@ HOPPER: Factors = {
     "ranges": (0, 1, 2),
     "lists": (0, 128, 64),
     "offsets": FLAGS,
+    "float_out": FLAGS,
 }
 _LISTS: Row = {"lists": (128, 64)}
 _hopper_possible = excluded(
@@ -189,7 +190,7 @@ _PLAIN: Row = {name: values[0] for name, values in HOPPER.items()}
 # Calls whose tiles neither biases, draws for each score, ranges nor lists decide.
 _LIGHT: Row = {
     **{"bias": "none", "dropout": "none", "alibi": False},
-    **{"largest": False, "ranges": 0, "lists": 0},
+    **{"largest": False, "ranges": 0, "lists": 0, "float_out": False},
 }
 _EVEN: Row = {**_LIGHT, "storage": "dense"}
 # Calls as they are timed, and for each row of the config table one that it is chosen for.
@@ -233,6 +234,7 @@ def hopper_problem(row: Row) -> AttentionProblem:
         dim,
         row["dtype"],
         head_dim_v=dim_v,
+        out_dtype="float32" if row["float_out"] else row["dtype"],
         mask=MASKS[row["mask"]],
         softcap=row["softcap"],
         **_dropout(row),
