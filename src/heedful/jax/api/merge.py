@@ -111,11 +111,11 @@ def merge_into(
         if not 0 <= first <= most:
             raise ValueError(f"begin must be 0 to {most}, as {count} rows come, got {first}")
     with infinite_lse():
-        own = lax.dynamic_slice_in_dim(out, begin, count, out.ndim - 3)
-        own_lse = lax.dynamic_slice_in_dim(lse, begin, count, lse.ndim - 1)
-        lses = jnp.stack([own_lse, part_lse])
+        sums = lax.dynamic_slice_in_dim(out, begin, count, out.ndim - 3)
+        lse_sums = lax.dynamic_slice_in_dim(lse, begin, count, lse.ndim - 1)
+        lses = jnp.stack([lse_sums, part_lse])
         empty = (lses == -jnp.inf).swapaxes(-1, -2)[..., None]
-        outs = jnp.where(empty, 0.0, jnp.stack([own, jnp.asarray(part).astype(jnp.float32)]))
+        outs = jnp.where(empty, 0.0, jnp.stack([sums, jnp.asarray(part).astype(jnp.float32)]))
         made, made_lse = merged(outs, lses)
         return (
             lax.dynamic_update_slice_in_dim(out, made, begin, out.ndim - 3),

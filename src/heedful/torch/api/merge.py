@@ -118,13 +118,13 @@ def merge_into(
         TypeError, ValueError: naming the argument, before anything is written.
     """
     begin, count = _check_into(out, lse, part, part_lse, begin, backend)
-    own = out.narrow(-3, begin, count), lse.narrow(-1, begin, count)
+    sums = out.narrow(-3, begin, count), lse.narrow(-1, begin, count)
     if backend is None:
-        _merge_into(*own, part, part_lse)
+        _merge_into(*sums, part, part_lse)
     elif device_spec(out.device).vendor == "cpu":
         raise ValueError("backend='portable' cannot run on a CPU: no kernel for cpu")
     elif part.numel():
-        arrays = (*own, dense_rows(part), part_lse.contiguous())
+        arrays = (*sums, dense_rows(part), part_lse.contiguous())
         specs: dict[str, ArraySpec] = dict(zip(_INTO, map(array_spec, arrays), strict=True))
         run = INTO.of(tensor_keys(arrays), lambda: DeviceMergeInto(specs, out.device))
         run(arrays)
