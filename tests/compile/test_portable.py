@@ -212,7 +212,7 @@ def test_a_new_length_compiles_nothing():
 def test_a_relative_bias_compiles_for_sm_90_without_spills(direction):
     row = {name: values[0] for name, values in ARRAY.factors.items()}
     row |= {"dims": (128, 128), "mask": "causal", "backward": direction == "backward"}
-    problem = replace(portable_problem(row), rel_bias=True)
+    problem = replace(portable_problem(row), rel_bias=True, rel_bias_grad=row["backward"])
     chosen = plan(problem, by_name("sm_90"), backend="portable")
     calls = program(chosen, direction).calls
     names = [call.kernel.function for call in calls]
