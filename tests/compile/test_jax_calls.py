@@ -140,6 +140,7 @@ def test_gradients_are_calls_whose_arrays_come_from_xla(monkeypatch):
     assert "output_operand_alias" in text
 
 
+@pytest.mark.slow
 def test_masks_of_ranges_are_found_by_a_kernel_before_the_forward(monkeypatch):
     def loss(q, k, v, ranges):
         return flash_attn_func(q, k, v, causal=True, key_ranges=ranges).astype(jnp.float32).sum()
@@ -214,7 +215,7 @@ APPENDED = {
 }
 
 # Groups with shifts have what the others have.
-NAMES = slow_but({"no scale", "of groups, with shifts"}, APPENDED)
+NAMES = slow_but({"of groups, with shifts"}, APPENDED)
 
 
 def appending(storage: str, shape: tuple[int, ...], scales: tuple[str, ...], q_len: int = 1):
@@ -298,6 +299,7 @@ def test_a_step_that_is_mapped_batches_as_its_two_parts_do(monkeypatch):
     assert [call.name for call in made] == ["append_and_rotate", "decode"]
 
 
+@pytest.mark.slow
 def test_a_traced_dropout_origin_is_read_from_memory(monkeypatch):
     """One program serves all shards: the seed's array holds the origin too, and no number does."""
 

@@ -38,7 +38,7 @@ def side(backend: str, problem: AttentionProblem, marks=()):
 
 # What may be a side of a merge: by a backend, and each of its forms.
 SIDES = [
-    side("hopper", dense(3000, 64)),
+    side("hopper", dense(3000, 64), marks=slow),
     side("hopper", dense(3000, 128), marks=slow),
     side("hopper", dense(3000, 192), marks=slow),
     side("hopper", dense(3000, 256), marks=slow),

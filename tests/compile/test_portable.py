@@ -121,9 +121,7 @@ def test_every_problem_has_a_target_and_every_feature_value_has_all():
 @pytest.mark.oldest_triton
 @pytest.mark.parametrize("arch", TARGETS)
 def test_each_feature_value_compiles_within_the_limits_of(arch):
-    others = tuple(target for target in TARGETS if target != "sm_90")
-    rows = dealt_rows() if arch == "sm_90" else deal(each_value(ARRAY.rows), others)
-    compile_within_limits(arch, variants(arch, each_value(rows[arch])))
+    compile_within_limits(arch, variants(arch, deal(each_value(ARRAY.rows), TARGETS)[arch]))
 
 
 @pytest.mark.slow
@@ -185,7 +183,9 @@ def words(value: dict | str) -> str:
 
 
 @pytest.mark.parametrize(
-    "features, arch", in_turns(WIDER_KEYS, ("sm_90", "gfx942", "gfx950")), ids=words
+    "features, arch",
+    in_turns(WIDER_KEYS, ("sm_90", "gfx942", "gfx950"), each=2),
+    ids=words,
 )
 def test_keys_of_576_beside_values_of_512_compile_within_the_limits_of(arch, features):
     row = {name: values[0] for name, values in ARRAY.factors.items()}

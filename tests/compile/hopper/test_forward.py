@@ -28,6 +28,7 @@ from heedful.launch.prebuild import compiling
 from heedful.launch.program import buffers, programs
 from heedful.launch.spec import Scalar, TensorMap
 from support.hopper.loops import bare_loop, each_loop
+from support.problems.grids import slow_but
 
 DEVICE = by_name("H200")
 _TILE = HopperForwardConfig(128, 128, 4, 2, consumer_regs=240, pingpong=True)
@@ -142,6 +143,7 @@ def test_the_long_sequences_of_a_mixed_batch_run_the_code_of_a_batch_of_their_ow
     assert "counts" not in long.writes and "tile_counter" not in short.writes
 
 
+@pytest.mark.slow
 def test_the_wait_at_the_end_of_a_mixed_batch_is_all_that_differs():
     sizes = {"total_q": 4 * 2048 + 124, "used_k": True, "page_size": 16, "causal": True}
     problem = AttentionProblem.dense(128, 2048, 8192, 32, 8, **sizes)
@@ -329,8 +331,11 @@ def test_packed_maps_end_with_each_sequence():
     assert (1 << 30) - length + length == descriptor.shape[3]
 
 
+TERMS = [{"alibi": True}, {"bias": True}, {"rel_bias": True}]
+
+
 @pytest.mark.parametrize("dim", [64, pytest.param(256, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("terms", [{"bias": True}, {"rel_bias": True}, {"alibi": True}], ids=str)
+@pytest.mark.parametrize("terms", slow_but(TERMS[:1], TERMS), ids=str)
 def test_scores_with_a_bias_are_subtracted_from_before_they_are_scaled(terms, dim):
     """A product of the exponent alone, for each of a thread's scores, in place of one in the
     subtraction; ALiBi alone is taken off raw scores. No bias makes the loop spill."""
@@ -357,9 +362,8 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize(
-    "facts", [EXACT[0], *(pytest.param(f, marks=pytest.mark.slow) for f in EXACT[1:])], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("facts", EXACT, ids=str)
 def test_results_in_float32_are_stored_from_registers_and_take_none_of_the_loop(facts):
     """They pass through no shared memory, of which they would take twice as much."""
     sizes: dict[str, Any] = {

@@ -63,7 +63,8 @@ LEAST["hopper/halves"] = 2 * 7 + 3
 @pytest.mark.parametrize(
     "backends",
     [
-        ["decode/portable", "hopper_decode", "mla_swap_ab"],
+        ["decode/portable"],
+        pytest.param(["hopper_decode", "mla_swap_ab"], marks=pytest.mark.slow),
         pytest.param(["mla"], marks=pytest.mark.slow),
         pytest.param(["hopper/halves"], marks=pytest.mark.slow),
     ],

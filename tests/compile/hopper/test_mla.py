@@ -57,7 +57,7 @@ PROBLEMS = {
 }
 # It takes ten seconds to compile one. By default: each mask and order of products; small pages.
 # float16 and one length are those of few rows below.
-DEFAULT = ("four tokens",)
+DEFAULT = ("128 heads",)
 # Registers that a step spills, where two boxes of queries leave few for addresses, or the producer
 # has some of the consumers' for numbers of small pages. Elsewhere none.
 SPILLS = {
@@ -163,10 +163,8 @@ def test_values_of_8_bits_become_left_operands_by_one_conversion_for_two_and_no_
     assert sum("WARPGROUP.DEPBAR" in text for text in words) == 5 + 4
 
 
-@pytest.mark.parametrize(
-    "name",
-    slow_but({"pair"}, PAIRS),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAIRS)
 def test_both_consumers_of_64_rows_convert_half_as_often_and_their_products_are_not_in_turn(name):
     code, labels, branches = sass_of(name)
     loops = [(labels[to], at + 1) for at, to in branches if labels.get(to, at + 1) <= at]

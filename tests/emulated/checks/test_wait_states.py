@@ -10,6 +10,7 @@ from emulated.helpers.snippets import kernel
 from heedful.emulator import decode
 from heedful.emulator.checks import waitstates
 from heedful.emulator.checks.waitstates import violations
+from support.problems.grids import slow_but
 
 WIDE = "v[20:35], v[10:11], v[12:13], v[20:35]"
 MFMA = {
@@ -210,7 +211,7 @@ def test_a_taken_branch_counts_with_the_jump_behind_it_as_in_the_compiler(behind
     assert (violation.needed, violation.found) == (11, distance)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", slow_but(names()[:1], names()))
 def test_compiled_kernels_have_no_violation(name):
     assert not decode(attention(name).text).violations
 

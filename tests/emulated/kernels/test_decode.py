@@ -2,7 +2,6 @@
 and without a finding; who finishes the last part of a unit merges them."""
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from heedful.torch.eager.cache_step import named
 from heedful.torch.operands.checks import cache_call
 from support.problems.budget import run
 from support.problems.cases import Case
-from support.problems.grids import in_turns, slow_but
+from support.problems.grids import in_turns
 
 BASE = Case(
     batch=2,
@@ -49,10 +48,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     "case, arch, num_splits",
-    [
-        *in_turns(CASES[::2], TARGETS, (0, 2)),
-        *slow_but((), product(CASES[1::2], TARGETS, (0, 2))),
-    ],
+    in_turns(CASES, TARGETS, (0, 2), each=2),
     ids=str,
 )
 def test_decode_is_within_budget(case, arch, num_splits):

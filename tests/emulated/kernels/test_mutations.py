@@ -129,7 +129,11 @@ def missed(name: str, kind: str, at_most: int) -> list[str]:
     return [code.program.code[pc].where() for pc, t in survivors if not equivalent(name, pc, t)]
 
 
-@pytest.mark.parametrize("kind, name", in_turns(KINDS, names()[:2]), ids=str)
+@pytest.mark.parametrize(
+    "kind, name",
+    in_turns(KINDS, names()[:2], each=2),
+    ids=str,
+)
 def test_some_mutants_are_caught_or_equivalent(name, kind):
     assert baseline(name)[2].report.clean
     assert not missed(name, kind, at_most=3)

@@ -138,7 +138,6 @@ CHEAP = (
     "forward-dim-64-value-24-float16",
     "forward-splits",
     "backward-sink-float16",
-    "decode-tree-mask-paged",
     "decode-e4m3",
 )
 

@@ -31,12 +31,12 @@ def slow_but(default: Container[Any], values: Iterable[Any]) -> list:
     ]
 
 
-def in_turns(first: Iterable[Any], *others: Collection[Any]) -> list:
-    """Parameters of the whole product. By default each value of `first` comes once, and meets the
-    others' values in turns; the rest is slow."""
+def in_turns(first: Iterable[Any], *others: Collection[Any], each: int = 1) -> list:
+    """Parameters of the whole product. By default each value of `first`, or one of so many as
+    `each` says, comes once, and meets the others' values in turns; the rest is slow."""
     found = []
     for number, value in enumerate(first):
-        combinations: list[tuple[tuple, bool]] = [((value,), True)]
+        combinations: list[tuple[tuple, bool]] = [((value,), number % each == 0)]
         turn = number
         for axis in others:
             chosen = turn % len(axis)

@@ -5,7 +5,6 @@ They run in a process of their own: see `support.runs.interpreted`.
 """
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -33,7 +32,7 @@ from heedful.launch.program import buffers as canonical
 from heedful.launch.spec import KernelCall, KernelRef, Pointer
 from support.problems import budget, far_scores
 from support.problems.cases import Case
-from support.problems.grids import in_turns, slow_but
+from support.problems.grids import in_turns
 from support.runs.decode_programs import TILES, UNITS, Interpreted
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 from support.runs.interpreter import run_call
@@ -128,7 +127,7 @@ def test_decode_is_within_the_budget(case, num_splits):
 @interpreted
 @pytest.mark.parametrize(
     "case, num_splits",
-    [*in_turns(CASES[1::2], (1, 3, 0)), *slow_but((), product(CASES[::2], (1, 3, 0)))],
+    in_turns(CASES, (1, 3, 0), each=2),
     ids=str,
 )
 def test_tiles_of_8_rows_are_within_the_budget(case, num_splits):
