@@ -112,4 +112,4 @@ def test_explain_says_why_the_hopper_backward_does_not_run():
         used = torch.tensor([100, 128], dtype=torch.int32)
         said = heedful.explain(heedful.flash_attn_func, q, q, q, causal=True, seqused_k=used)
     assert "forward   hopper" in said and "backward  portable" in said
-    assert "does not take lengths used of each sequence" in said
+    assert "has not run with lengths used of each sequence: portable has" in said
