@@ -148,6 +148,19 @@ def cached() -> set[str]:
     return found | check(portable_cache.update(specs_of(arrays), page_size=4), arrays)
 
 
+def merged() -> set[str]:
+    """A part, into results of as many rows, all of which it also reads."""
+    shape = 2, 5, 3, 8
+    arrays = {name: torch.randn(shape) for name in ("out", "part")}
+    arrays |= {name: torch.randn(2, 3, 5) for name in ("lse", "part_lse")}
+    before = {name: tensor.clone() for name, tensor in arrays.items()}
+    call = portable.merge_into_call(specs_of(arrays))
+    interpreter.run_call(call, arrays)
+    written = {name for name, tensor in arrays.items() if not torch.equal(tensor, before[name])}
+    assert written == call.writes and call.reads == arrays.keys()
+    return {"merge_into.merge_part"}
+
+
 @interpreted
 def test_every_kernel_writes_what_it_declares_from_what_it_declares():
     built = build(PACKED)
@@ -157,7 +170,7 @@ def test_every_kernel_writes_what_it_declares_from_what_it_declares():
     whole = build(IN_PARTS)
     whole = replace(whole, problem=replace(whole.problem, invariant=True))
     found |= forward(whole, splits=1)[0] | forward(whole, splits=3)[0]
-    assert found | paged | cleared() | cached() == all_kernels()
+    assert found | paged | cleared() | cached() | merged() == all_kernels()
 
 
 @starts_interpreter

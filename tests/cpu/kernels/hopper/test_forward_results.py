@@ -59,7 +59,7 @@ class Forward:
         self.partials = np.full((entries, LENGTH, HEADS, DIM), UNTOUCHED, np.float32)
         self.exact = np.full((BATCH, LENGTH, HEADS, DIM), UNTOUCHED, np.float32) if exact else None
         strides = [tensor(HEADS * DIM * n) for n in (LENGTH, 1)] + [tensor(DIM)]
-        place = SimpleNamespace(ptr=Memory(self.exact) if exact else None)
+        place = SimpleNamespace(ptr=None if self.exact is None else Memory(self.exact))
         place.stride_b, place.stride_n, place.stride_h = strides
         self.sink = self.drawn.normal(0, 300, HEADS).astype(np.float32) if sink else None
         self.written: tuple | None = None

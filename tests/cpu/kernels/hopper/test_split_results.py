@@ -77,7 +77,8 @@ def hosted(language: Language) -> dict[str, Any]:
 def params_of(is_packed: bool, group: int, splits: int | None) -> Any:
     """Query heads of a KV head lie beside each other in a tile if `group` is above 1."""
     rows = tensor(TOTAL if is_packed else LENGTH)
-    split = SplitKV(*(None,) * len(SplitKV._fields))
+    absent: Any = (None,) * len(SplitKV._fields)
+    split = SplitKV(*absent)
     if splits is not None:
         batch = None if is_packed else tensor(BATCH)
         split = split._replace(

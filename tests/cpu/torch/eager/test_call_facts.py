@@ -94,7 +94,7 @@ FACTS: dict[str, tuple] = {
     "lse": (DENSE, {"return_lse": True}, {"results": 1}),
     "probabilities": (DENSE, {"return_attn_probs": True, "return_lse": True}, {"results": 2}),
     "probabilities alone": (DENSE, {"return_attn_probs": True}, {"results": 2}),
-    "gradients": (DENSE, {"grad": (True, False)}, {"wants_grad": True, "backwards": True}),
+    "gradients": (DENSE, {"grad": (True, False, False)}, {"wants_grad": True, "backwards": True}),
     "sink": ({**DENSE, "sink": torch.zeros(4)}, {}, {}),
     "strided": (
         {**DENSE, "q": some(2, 5, 16, 4).mT},
@@ -138,7 +138,7 @@ USUAL |= {"checks": False, "wanting": False, "wants_grad": False, "backwards": F
 def made(given: dict[str, Any], facts: dict[str, Any]) -> Call:
     options = {n: v for n, v in facts.items() if n not in ("grad", "seed", "kind")}
     seed = facts.get("seed")
-    x, grad = Operands(**given), facts.get("grad", (False, False))
+    x, grad = Operands(**given), facts.get("grad", (False, False, False))
     return Call(x, Options(facts.get("kind", "dense"), **options), grad, None, seed)
 
 
@@ -171,7 +171,7 @@ def test_what_a_kind_of_call_needs_each_time_is_known_once(name, place, monkeypa
 
 def test_a_call_of_other_lengths_shares_all_but_its_runner():
     x = Operands(**DENSE)
-    call = Call(x, Options("dense", return_lse=True), (True, False), None)
+    call = Call(x, Options("dense", return_lse=True), (True, False, False), None)
     assert call.is_aligned(x) and call.likeness is not None and call.backwards is not None
     runner: Any = SimpleNamespace(forward="its forward", problem="its problem")
     given = []
@@ -185,14 +185,14 @@ def test_a_call_of_other_lengths_shares_all_but_its_runner():
     assert other.likeness is None
     assert other.backwards is not None and other.backwards is not call.backwards
     assert other.backwards.runner is runner and other.backwards._device == CPU
-    plain = Call(x, Options("dense"), (False, False), None)
+    plain = Call(x, Options("dense"), (False, False, False), None)
     plain.runner = call.runner
     assert plain.at([], (), x, False).backwards is None
 
 
 def test_a_call_is_alike_where_its_tensors_are_and_aligned_where_they_all_are():
     x = Operands(**DENSE)
-    call = Call(x, Options("dense"), (False, False), None)
+    call = Call(x, Options("dense"), (False, False, False), None)
     assert call.is_aligned(x) and call.likeness is not None
     like: Any = call.likeness
     for name in "qkv":
@@ -360,9 +360,9 @@ def test_the_kind_of_the_last_calls_is_not_that_of_others(change, monkeypatch):
 
 def test_calls_without_a_key_are_made_and_not_kept():
     CALLS.clear()
-    found = calls.make(None, Operands(**DENSE), Options("dense"), (False, False))
+    found = calls.make(None, Operands(**DENSE), Options("dense"), (False, False, False))
     assert isinstance(found, Call) and len(CALLS) == 0
-    kept = calls.make("key", Operands(**DENSE), Options("dense"), (False, False))
+    kept = calls.make("key", Operands(**DENSE), Options("dense"), (False, False, False))
     assert CALLS.young == {"key": kept}
     CALLS._old, CALLS.young = CALLS.young, {}
     assert CALLS.find("key") is kept

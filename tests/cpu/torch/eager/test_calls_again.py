@@ -173,7 +173,7 @@ def test_calls_of_new_lengths_have_the_very_problem_of_their_own(lengths):
             found = [call.problem for call in known if call is not None]
             x = Operands(**{n: given[n] for n in Operands._fields if n in given})
             options = Options("varlen", length, length)
-            assert calls.Call(x, options, (False, False), None).problem in found
+            assert calls.Call(x, options, (False, False, False), None).problem in found
             assert len(KINDS) == 1
 
 
@@ -230,8 +230,8 @@ def test_a_kernel_is_planned_for_a_key_of_one_integer(seed, monkeypatch):
 
     monkeypatch.setattr(backends, "prepare", noted)
     x = Operands(**tensors())
-    calls.Call(x, Options("dense", dropout_p=0.5), (False, False), None, seed)
-    calls.Call(x, Options("dense"), (False, False), None, seed)
+    calls.Call(x, Options("dense", dropout_p=0.5), (False, False, False), None, seed)
+    calls.Call(x, Options("dense"), (False, False, False), None, seed)
     made, none = seen
     assert (made.shape, made.dtype, made.device) == ((1,), torch.int64, x.q.device)
     assert none is None
