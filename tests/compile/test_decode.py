@@ -63,9 +63,10 @@ if (compiling().triton or ()) < (3, 9):
     # Counted; users of an older Triton get 3.9 by a worker.
     RELOADS |= {("MLA over fp8", "sm_90"): 489, ("MLA over fp8, 128 heads", "sm_90"): 182}
     RELOADS |= {("MLA over fp8 rows", "sm_90"): 108, ("MLA over fp8 rows, 128 heads", "sm_90"): 142}
-    RELOADS[("MLA over fp8 rows", "gfx942")] = 10
+    RELOADS |= {("MLA over fp8 rows", arch): 10 for arch in ("gfx942", "gfx950")}
     STEP_RELOADS[("int4 groups", "sm_90")] = 23
     STEP_RELOADS |= {("latent rows", "sm_90"): 105, ("latent rows", "gfx942"): 10}
+    STEP_RELOADS[("latent rows", "gfx950")] = 10
 
 
 def problem_of(name: str, arch: str) -> AttentionProblem:

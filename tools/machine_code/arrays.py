@@ -185,6 +185,7 @@ _hopper_possible = excluded(
     {**_LISTS, "alibi": (True,)},
     {**_LISTS, "bias": ("wide", "narrow", "relative")},
     {**_LISTS, "dropout": ("quads",)},
+    {"storage": ("paged", "varlen-paged"), "float_out": (True,)},
 )
 _PLAIN: Row = {name: values[0] for name, values in HOPPER.items()}
 # Calls whose tiles neither biases, draws for each score, ranges nor lists decide.

@@ -169,3 +169,11 @@ def test_lengths_of_dense_queries_are_refused_by_the_hopper_backward():
     assert "lengths of queries that are not packed" in why
     packed = replace(problem, total_q=900)
     assert not variant("hopper", "backward", "backward").why_not(packed, H200)
+
+
+def test_float32_results_over_keys_in_pages_are_refused_by_the_hopper_forward():
+    paged = dense(2, 512, 512, 8, head_dim=128, used_k=True, page_size=64, out_dtype="float32")
+    why = variant("hopper", "forward", "forward").why_not(paged, H200)
+    assert why == ["float32 output over keys in pages"]
+    for near in (replace(paged, page_size=0), replace(paged, out_dtype="bfloat16")):
+        assert not variant("hopper", "forward", "forward").why_not(near, H200)
