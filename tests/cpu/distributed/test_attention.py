@@ -4,6 +4,7 @@ import math
 import re
 from functools import lru_cache
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from support.distributed.context import CASES, computed, packed
 from support.problems import budget
 from support.problems.budget import Results
 from support.problems.cases import Built, Case, build
+from support.problems.grids import slow_but
 from support.runs.ranks import Ranks
 
 # (ranks, strategy, layout). What is slow says little that the others do not.
@@ -60,12 +62,13 @@ def whole(name: str) -> Built:
     return build(CASES[name])
 
 
-@pytest.mark.parametrize(
-    ("count", "strategy", "layout"),
-    [*WAYS, *(pytest.param(*way, marks=pytest.mark.slow) for way in SLOW)],
-)
-@pytest.mark.parametrize("name", CASES)
-def test_ranks_compute_what_one_process_does(groups, name, count, strategy, layout):
+# By default each case meets every second way, and each way every second case.
+BY_DEFAULT = {(name, way) for i, name in enumerate(CASES) for way in WAYS[i % 2 :: 2]}
+
+
+@pytest.mark.parametrize("name, way", slow_but(BY_DEFAULT, product(CASES, (*WAYS, *SLOW))), ids=str)
+def test_ranks_compute_what_one_process_does(groups, name, way):
+    count, strategy, layout = way
     found, *_ = groups(count).run(computed, CASES[name], strategy, layout)
     budget.check(whole(name), found)
 

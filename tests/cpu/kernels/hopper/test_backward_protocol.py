@@ -219,7 +219,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    "case, seed", in_turns(product(DENSE + PACKED + RANGED + USED, WAYS), range(3)), ids=str
+    "case, seed",
+    in_turns(product(DENSE + PACKED + RANGED + USED, WAYS), range(3), each=2),
+    ids=str,
 )
 def test_every_tile_is_made_once_and_nobody_waits_for_ever(case, seed):
     sizes, way = case
@@ -273,10 +275,13 @@ def test_runs_of_whole_visits_end_where_a_query_tile_needs_a_mask(group, col):
             )
 
 
-@pytest.mark.parametrize("sizes", LISTED, ids=str)
-@pytest.mark.parametrize("programs, splits", [(99, 1), (3, 1), (3, 3), (99, 5)])
-@pytest.mark.parametrize("seed", range(6))
-def test_a_key_tile_is_made_of_the_query_tiles_of_its_list(sizes, programs, splits, seed):
+@pytest.mark.parametrize(
+    "case, seed",
+    in_turns(product(LISTED, [(99, 1), (3, 1), (3, 3), (99, 5)]), range(6)),
+    ids=str,
+)
+def test_a_key_tile_is_made_of_the_query_tiles_of_its_list(case, seed):
+    sizes, (programs, splits) = case
     tile = TILES[seed % len(TILES)]
     device = Checked(sizes, min(programs, 14), True, False, seed, splits=splits, tile=tile)
     device.run()
@@ -496,12 +501,17 @@ IMPLIED_OF_PAIR = {
 EACH_OF_PAIR = [(*who, what) for who, every in PAIR_STEPS.items() for what in every]
 
 
-@pytest.mark.parametrize("sizes", DENSE + PACKED + RANGED[:3] + USED, ids=str)
-@pytest.mark.parametrize("programs, draws, splits", [(99, False, 1), (3, True, 1), (3, True, 3)])
-@pytest.mark.parametrize("seed", range(2))
-def test_a_pair_makes_every_tile_once_and_nobody_waits_for_ever(
-    sizes, programs, draws, splits, seed
-):
+# Programs, whether they draw tiles, and splits.
+WAYS_OF_PAIR = [(99, False, 1), (3, True, 1), (3, True, 3)]
+
+
+@pytest.mark.parametrize(
+    "case, seed",
+    in_turns(product(DENSE + PACKED + RANGED[:3] + USED, WAYS_OF_PAIR), range(2)),
+    ids=str,
+)
+def test_a_pair_makes_every_tile_once_and_nobody_waits_for_ever(case, seed):
+    sizes, (programs, draws, splits) = case
     device = PairChecked(sizes, min(programs, 14), draws, False, seed, splits=splits)
     device.run()
     device.check()
