@@ -214,7 +214,7 @@ APPENDED = {
     "of groups, with shifts": ("uint8", (7, 16, 2, 4), SHIFTED),
 }
 
-# Groups with shifts have what the others have.
+# Groups with shifts have scales and shifts, which others have one of or none.
 NAMES = slow_but({"of groups, with shifts"}, APPENDED)
 
 

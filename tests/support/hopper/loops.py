@@ -17,7 +17,7 @@ MASKS = {"full": MaskSpec(), "causal": MaskSpec.of(True), "window": MaskSpec.of(
 
 def each_loop(test):
     """Gives a test the head dims, masks and results whose loops are meant to be bare: by default
-    the causal mask at head dim 64, whose loop has the fewest registers left."""
+    the causal mask at head dim 64."""
     names = {spec: name for name, spec in MASKS.items()}
     every = slow_but({(MASKS["causal"], 64, True)}, product(MASKS.values(), (128, 64), FLAGS))
 

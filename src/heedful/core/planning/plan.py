@@ -213,7 +213,7 @@ def _left_to_others(v: Variant, problem, device, toolchain, named: Overrides | N
     """Why a variant that is not named leaves a problem to others that take it: to any, or to those
     of the named backend. None is preferred with what it has not run with."""
     preferences = [] if named and named.variant else v.preferences
-    features = problem.features() if preferences else frozenset()
+    framework = toolchain.framework if toolchain else "torch"
     preferred = [other for prefers in preferences if (other := prefers(problem, device))]
     return [
         f"{capability.label(other.backend, other.variant)} is preferred {other.why}"
@@ -221,7 +221,8 @@ def _left_to_others(v: Variant, problem, device, toolchain, named: Overrides | N
         if (named is None or named.backend == other.backend)
         and any(
             not (
-                kernel.unrun & features or kernel.why_not(other.asks or problem, device, toolchain)
+                kernel.unrun_with(problem, framework)
+                or kernel.why_not(other.asks or problem, device, toolchain)
             )
             for kernel in Overrides(other.backend, other.variant).kernels()
             if kernel.direction == v.direction

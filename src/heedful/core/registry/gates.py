@@ -370,8 +370,8 @@ def sdpa_log_sum_exp(problem: AttentionProblem, device: DeviceSpec) -> str | Non
 
 def float_out_unpaged(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     """Values in pages are as wide as boxes of results, which float32 results do not have."""
-    is_float = ITEM_BITS[problem.dtype] == 16 and problem.out_dtype != problem.dtype
-    return "float32 output over keys in pages" if is_float and problem.page_size else None
+    is_refused = problem.page_size and "float_out" in problem.features()
+    return "float32 output over keys in pages" if is_refused else None
 
 
 OF_THE_HOPPER_FORWARD = (lists_of_the_hopper_forward, one_run_of_keys, whole_results)

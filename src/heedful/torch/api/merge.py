@@ -19,6 +19,7 @@ from heedful.torch.eager.execute import Case
 from heedful.torch.eager.keys import tensor_keys
 from heedful.torch.eager.kinds import Kinds
 from heedful.torch.operands.adapt import dense_rows
+from heedful.torch.operands.apart import Apart
 from heedful.torch.operands.checks import check_dtype, check_tensor
 from heedful.torch.operands.plain import plain_int
 from heedful.torch.traced.private import wants_gradients
@@ -109,7 +110,8 @@ def merge_into(
         lse: float32 (batch, heads, seqlen) or (heads, tokens), natural, likewise.
         part: (batch, rows, heads, head_dim) or (rows, heads, head_dim), float16, bfloat16 or
             float32: attention of `rows` consecutive queries.
-        part_lse: float32 (batch, heads, rows) or (heads, rows).
+        part_lse: float32 (batch, heads, rows) or (heads, rows). Neither lies in rows that are
+            written.
         begin: the row of out, and of lse, that is the first of the part's.
         backend: "portable" on a GPU: one kernel, which no GPU has run. By default torch's
             operations.
@@ -119,6 +121,8 @@ def merge_into(
     """
     begin, count = _check_into(out, lse, part, part_lse, begin, backend)
     sums = out.narrow(-3, begin, count), lse.narrow(-1, begin, count)
+    tensors = dict(zip(_INTO, (*sums, part, part_lse), strict=True))
+    Apart(tensors, _INTO[:2]).check([tensor.data_ptr() for tensor in tensors.values()])
     if backend is None:
         _merge_into(*sums, part, part_lse)
     elif device_spec(out.device).vendor == "cpu":

@@ -45,7 +45,7 @@ def test_a_shard_draws_the_mask_that_the_whole_call_draws(way):
         return heedful.flash_attn_func(q, k, v, dropout_origin=origin, **keywords)
 
     run = compiled(attention) if way == "compiled" else attention
-    # A graph for each shape: the last of each two alike where they are compiled.
+    # Each shape is a graph that compiles for seconds: one of each two alike is compiled.
     parts = [*shards(tensors, 4, 2)]
     for part, origin, place in parts[1::2] if way == "compiled" else parts:
         out, _, probs = run(*part, origin)

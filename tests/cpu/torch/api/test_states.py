@@ -118,6 +118,22 @@ def test_a_merge_in_place_names_what_is_wrong_and_writes_nothing(change, words):
     assert not arguments["out"].any() and not arguments["lse"].any()
 
 
+@pytest.mark.parametrize("name", ["lse", "part", "part_lse"])
+def test_a_merge_in_place_refuses_to_read_what_it_writes(name):
+    """Other rows of what it writes may be read."""
+    room = torch.zeros(200)
+    given: dict[str, Any] = {"out": room[:144].view(9, 2, 8), "lse": torch.zeros(2, 9)}
+    given |= {"part": torch.ones(4, 2, 8), "part_lse": torch.zeros(2, 4)}
+    shape = given[name].shape
+    given[name] = room[40 : 40 + shape.numel()].view(shape)
+    with pytest.raises(ValueError, match=f"^out must have memory of its own.*{name}$"):
+        heedful.merge_into(**given)
+    assert not room.any()
+    if name == "part":
+        # The last rows of out.
+        heedful.merge_into(**given | {name: room[80:144].view(shape)}, begin=0)
+
+
 def test_packed_parts_merge_as_batched_ones_do():
     outs, lses, sink = torch.randn(3, 2, 5, 4, 8), torch.randn(3, 2, 4, 5), torch.randn(4)
     out, lse = heedful.merge_attn_states(outs, lses, sink)
