@@ -228,17 +228,13 @@ class Device:
 
     def lengths_in_use(self):
         """The arrays of `Sizes.used`, those that say more than lengths do."""
-        names = "used_q", "leftpad_k", "used_k"
-        made: dict[str, Any] = dict.fromkeys(names)
-        for index, name in enumerate(names):
-            if self.sizes.used:
-                made[name] = Pointer([Int(numbers[index]) for numbers in self.sizes.used])
-        if not any(pad for _, pad, _ in self.sizes.used):
-            made["leftpad_k"] = None
-        if not self.sizes.packed:
-            # No dense call of this kernel has lengths of queries.
-            made["used_q"] = None
-        return made
+        if not self.sizes.used:
+            return dict.fromkeys(("used_q", "leftpad_k", "used_k"))
+        queries, pads, keys = zip(*self.sizes.used, strict=True)
+        # No dense call of this kernel has lengths of queries.
+        told = {"used_q": queries if self.sizes.packed else None, "used_k": keys}
+        told["leftpad_k"] = pads if any(pads) else None
+        return {name: n and Pointer([*map(Int, n)]) for name, n in told.items()}
 
     def hulls(self):
         """Entries as the kernels ahead of this one store them. Nobody sees a whole key tile."""

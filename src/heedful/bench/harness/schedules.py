@@ -7,7 +7,7 @@ documents, from section 3.3.2 of arXiv 2407.21783: ranks hold equal parts of the
 gather keys by some heads at a time, and reduce their gradients in the inputs' dtype.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -184,17 +184,24 @@ def _gathered(k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Any]:
     return every, dist.all_gather_into_tensor(every, mine, async_op=True)
 
 
+def _by_group(k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The first KV head of each group and its keys and values of all ranks. Those of the next group
+    are under way meanwhile."""
+    after = _gathered(k, v, 0)
+    for first in range(0, k.shape[1], HEADS_AT_ONCE):
+        keys, work = after
+        work.wait()
+        if first + HEADS_AT_ONCE < k.shape[1]:
+            after = _gathered(k, v, first + HEADS_AT_ONCE)
+        yield first, keys
+
+
 class _Llama3(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, made):
         options, group = made.options(q.device), q.shape[1] // k.shape[1]
         out, lses = q.new_empty((*q.shape[:2], v.shape[-1])), []
-        after = _gathered(k, v, 0)
-        for first in range(0, k.shape[1], HEADS_AT_ONCE):
-            keys, work = after
-            work.wait()
-            if first + HEADS_AT_ONCE < k.shape[1]:
-                after = _gathered(k, v, first + HEADS_AT_ONCE)
+        for first, keys in _by_group(k, v):
             heads = slice(first * group, (first + HEADS_AT_ONCE) * group)
             k_part, v_part = keys[made.keys].unbind(1)
             result = flash_attn_varlen_func(
@@ -211,12 +218,8 @@ class _Llama3(torch.autograd.Function):
         made = ctx.made
         options, group = made.options(q.device), q.shape[1] // k.shape[1]
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        after, reducing = _gathered(k, v, 0), []
-        for index, first in enumerate(range(0, k.shape[1], HEADS_AT_ONCE)):
-            keys, work = after
-            work.wait()
-            if first + HEADS_AT_ONCE < k.shape[1]:
-                after = _gathered(k, v, first + HEADS_AT_ONCE)
+        reducing = []
+        for index, (first, keys) in enumerate(_by_group(k, v)):
             heads = slice(first * group, (first + HEADS_AT_ONCE) * group)
             k_part, v_part = keys[made.keys].unbind(1)
             parts = grads[0][:, heads], q[:, heads], k_part, v_part, out[:, heads], lses[index]

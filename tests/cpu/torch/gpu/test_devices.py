@@ -461,8 +461,8 @@ def test_a_call_outranks_the_setting_of_sms_that_are_left():
     try:
         assert programs_of(lambda: heedful.flash_attn_func(q, q, q)) == 92
         assert programs_of(lambda: heedful.flash_attn_func(q, q, q, sm_margin=0)) == 132
-        named = lambda: heedful.flash_attn_func(q, q, q, sm_margin=4, backend="hopper")  # noqa: E731
-        assert programs_of(named) == 128
+        more: dict[str, Any] = {"sm_margin": 4, "backend": "hopper"}
+        assert programs_of(lambda: heedful.flash_attn_func(q, q, q, **more)) == 128
     finally:
         heedful.configure(sm_margin=None)
 
