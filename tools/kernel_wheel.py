@@ -5,8 +5,9 @@ puts the machine code, without PTX, with a manifest into a package of data. VENV
 wheels. The same commit gives the same bytes, and what did not change is not compiled again.
 --cuda 12: the set for older drivers, by the assembler of CUDA 12 that Triton also has.
 --share 1/4 builds no wheel: it compiles a fourth of the kernels into the cache, and with --seconds
-begins no more after that time. Machines can share the work, and a later build takes what is there:
-copy the folder `kernels` of HEEDFUL_CACHE_DIR.
+begins no more after that time. Machines can share the work: by --into a share's machine code,
+without PTX, lies in a folder as in a cache, and a later build with HEEDFUL_CACHE_DIR=folder takes
+it.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -25,10 +27,14 @@ import heedful  # noqa: E402
 import kernel_problems  # noqa: E402
 from heedful.core.base import installed  # noqa: E402
 from heedful.core.base.device import by_name  # noqa: E402
+from heedful.launch.code.artifact import Artifact  # noqa: E402
+from heedful.launch.code.cache import DiskCache  # noqa: E402
+from heedful.launch.code.identity import cache_key  # noqa: E402
 from heedful.launch.code.manifest import WheelFacts  # noqa: E402
 from heedful.launch.code.wheels import NAMES  # noqa: E402
 from heedful.launch.prebuild import compile_all, kernels, prebuild  # noqa: E402
 from heedful.launch.record import Entry  # noqa: E402
+from heedful.launch.spec import KernelCall  # noqa: E402
 
 ARCH = "sm_90"
 # Plans may differ between them, kernels do for few problems.
@@ -113,14 +119,25 @@ def build(venv: Path, folder: Path, entries: list[Entry], cuda: int, jobs: int) 
 
 
 def compile_share(
-    entries: list[Entry], share: tuple[int, int], seconds: float, jobs: int
+    entries: list[Entry],
+    share: tuple[int, int],
+    seconds: float,
+    jobs: int,
+    folder: Path | None = None,
 ) -> tuple[int, int]:
     """Compiles a share of the kernels, which is the same on every machine; how many are done, and
-    how many it has. share: which, counted from 0, and how many there are."""
+    how many it has. share: which, counted from 0, and how many there are. folder: a cache that
+    machine code is written to."""
     wanted, _ = kernels(entries, DEVICES)
     which, shares = share
-    own = [wanted[key] for key in sorted(wanted)[which::shares]]
-    return compile_all(own, jobs, seconds), len(own)
+    chosen = [wanted[key] for key in sorted(wanted)[which::shares]]
+    cache = folder and DiskCache(folder, sys.maxsize, read_only=False)
+
+    def keep(call: KernelCall, arch: str, artifact: Artifact) -> None:
+        if cache:
+            cache.get_or_make(cache_key(call, arch), lambda: replace(artifact, text=""))
+
+    return compile_all(chosen, jobs, seconds, keep), len(chosen)
 
 
 def share_of(text: str) -> tuple[int, int]:
@@ -164,6 +181,7 @@ def main() -> None:
     parser.add_argument("--groups", nargs="*", help="those of kernel_problems.py alone")
     parser.add_argument("--share", type=share_of, help="compile it and build no wheel: 1/4 to 4/4")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of a share")
+    parser.add_argument("--into", type=Path, help="a folder for a share's machine code")
     given = parser.parse_args()
     if given.share is None and given.folder is None:
         parser.error("VENV and FOLDER are wanted where no --share is")
@@ -171,7 +189,8 @@ def main() -> None:
         os.environ |= assembled_for(given.cuda)
     entries = kernel_problems.entries(given.groups)
     if given.share is not None:
-        done, count = compile_share(entries, given.share, given.seconds, given.jobs)
+        share = given.share, given.seconds, given.jobs, given.into
+        done, count = compile_share(entries, *share)
         sys.stdout.write(f"kernels: {done} of {count} in the cache\n")
         sys.exit(done < count)
     build(given.venv, given.folder, entries, given.cuda, given.jobs)

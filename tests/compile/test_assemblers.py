@@ -3,6 +3,7 @@
 import math
 import subprocess
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
@@ -13,9 +14,11 @@ from heedful.core.base import installed
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.launch import prebuild
+from heedful.launch.code.cache import DiskCache
 from heedful.launch.code.manifest import WheelFacts, read_manifest
 from heedful.launch.driver import cuda
 from heedful.launch.record import Entry
+from support.artifacts import artifact
 
 
 @pytest.mark.parametrize("name", ["ptxas", "ptxas-blackwell"])
@@ -82,6 +85,17 @@ def test_a_build_in_shares_goes_on_where_it_ended(monkeypatch):
     assert told == [(4, 4), (4, 4), (3, 3)] and sorted(made) == [*range(11)]
     made.clear()
     assert kernel_wheel.compile_share([], shares[0], 0.0, 2) == (1, 4) and len(made) == 1
+
+
+def test_a_shares_machine_code_is_kept_as_in_a_cache(monkeypatch, tmp_path):
+    made = replace(artifact(), text="// its PTX")
+    calls = {key: (key, "sm_90") for key in ("a", "b")}
+    monkeypatch.setattr(kernel_wheel, "kernels", lambda *_: (calls, set()))
+    monkeypatch.setattr(kernel_wheel, "cache_key", lambda call, arch: f"{call} {arch}")
+    monkeypatch.setattr(prebuild, "_compiled", lambda calls, jobs: ((n, made) for n in calls))
+    assert kernel_wheel.compile_share([], (0, 2), math.inf, 2, tmp_path) == (1, 1)
+    cache = DiskCache(tmp_path, 10**6, read_only=True)
+    assert cache.get("a sm_90") == replace(made, text="") and cache.get("b sm_90") is None
 
 
 def test_a_triton_without_an_older_assembler_is_told_to_name_one(monkeypatch):

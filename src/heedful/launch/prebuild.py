@@ -69,19 +69,27 @@ def _program(chosen: Plan, entry: Entry) -> Program:
     return step(chosen, entry.buffers, **entry.options)
 
 
-def compile_all(calls: list[tuple[KernelCall, str]], jobs: int, seconds: float = math.inf) -> int:
+def compile_all(
+    calls: list[tuple[KernelCall, str]],
+    jobs: int,
+    seconds: float = math.inf,
+    done: Callable[[KernelCall, str, Artifact], None] = lambda call, arch, artifact: None,
+) -> int:
     """Compiles kernels into this user's cache, so many at once; returns how many are done. Those
     that are there already are not compiled again, so that a build goes on where one has ended.
 
-    seconds: after which none is begun. Raises what the compiler raises.
+    seconds: after which none is begun. done is called with each kernel. Raises what the compiler
+    raises.
     """
-    until, done = time.monotonic() + seconds, 0
+    until, count = time.monotonic() + seconds, 0
     with closing(_compiled(dict(enumerate(calls)), jobs)) as compiled:
-        for _ in compiled:
-            done += 1
+        for number, artifact in compiled:
+            call, arch = calls[number]
+            done(call, arch, artifact)
+            count += 1
             if time.monotonic() > until:
                 break
-    return done
+    return count
 
 
 def prebuild(
