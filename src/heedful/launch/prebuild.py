@@ -57,12 +57,13 @@ def kernels(
                     " nothing to compile"
                 )
             packed.add(kernel.packed_as)
-            for call in _program(chosen, entry).calls:
+            for call in program_of(chosen, entry).calls:
                 wanted[kernel_key(call, device.arch)] = (call, device.arch)
     return wanted, packed
 
 
-def _program(chosen: Plan, entry: Entry) -> Program:
+def program_of(chosen: Plan, entry: Entry) -> Program:
+    """The calls of a planned entry."""
     if entry.direction != "step":
         return program(chosen, entry.direction, entry.buffers)
     assert entry.buffers is not None

@@ -394,7 +394,7 @@ def test_a_process_without_triton_finds_what_any_triton_packed(monkeypatch, trit
     packed, backends = prebuild.kernels(entries, [by_name("H200")], backend)
     without = Toolchain(None, packs=frozenset((name, triton) for name in backends))
     chosen = plan(problem, by_name("H200"), without, backend)
-    calls = [call for entry in entries for call in prebuild._program(chosen, entry).calls]
+    calls = [call for entry in entries for call in prebuild.program_of(chosen, entry).calls]
     assert {kernel_key(call, "sm_90") for call in calls} == set(packed)
 
 

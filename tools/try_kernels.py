@@ -1,0 +1,225 @@
+"""Tries the wheel of kernels as a user has it: python tools/try_kernels.py WHEEL KERNELS
+
+pip installs heedful's WHEEL and that of KERNELS, from files, into a new folder. What runs after
+that has this folder on its path and no checkout, and the Triton that is installed here:
+
+--keys      the listed problems, planned for that Triton and the wheel, have the variants and
+            kernels that they have with the Triton that compiled the wheel; no GPU
+--first 9   a first call in so many fresh processes, beside torch alone and SDPA
+--times SRC cases of training and prefill, beside kernels that HEEDFUL_TRITON compiles from SRC;
+            in turns, in two processes
+--beside F  a folder of packages that come before those installed here: another Triton
+
+It returns 1 if a bar is missed.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).parents[1]
+# Over what torch alone takes.
+MOST_SECONDS = 0.1
+MOST_RATIO = 1.01
+# (batch, tokens, head dim, causal, with gradients), of 32 and 8 heads.
+SIZES = ((1, 4096), (2, 8192))
+CASES = [(*size, *rest) for size, *rest in product(SIZES, (64, 128), (1, 0), (0, 1))]
+ROUNDS = 12
+FIRST = """
+import json, sys, time
+start = time.perf_counter()
+import torch
+q, k, v = (torch.randn(1, 1024, h, 128, device="cuda", dtype=torch.bfloat16) for h in (32, 8, 8))
+torch.cuda.synchronize()
+ready = time.perf_counter()
+told = {}
+if sys.argv[1] == "sdpa":
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+    sdpa(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True)
+elif sys.argv[1] == "heedful":
+    import heedful
+    heedful.flash_attn_func
+    told["imports"] = time.perf_counter() - ready
+    heedful.flash_attn_func(q, k, v, causal=True)
+torch.cuda.synchronize()
+told |= {"call": time.perf_counter() - ready, "process": time.perf_counter() - start}
+if sys.argv[1] == "heedful":
+    told |= {"counters": dict(heedful.counters), "triton": "triton" in sys.modules}
+print(json.dumps(told))
+"""
+TIMED = """
+import json, sys, torch, heedful
+
+def call_of(batch, tokens, dim, causal, grad):
+    q, k, v = (torch.randn(batch, tokens, heads, dim, device="cuda", dtype=torch.bfloat16,
+               requires_grad=bool(grad)) for heads in (32, 8, 8))
+    forward = lambda: heedful.flash_attn_func(q, k, v, causal=bool(causal))
+    return (lambda: torch.autograd.grad(forward(), (q, k, v), q)) if grad else forward
+
+calls = [call_of(*case) for case in json.loads(sys.argv[1])]
+for call in calls:
+    for _ in range(5):
+        call()
+torch.cuda.synchronize()
+print(json.dumps(dict(heedful.counters)), flush=True)
+for line in sys.stdin:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    calls[int(line)]()
+    begin.record()
+    for _ in range(20):
+        calls[int(line)]()
+    end.record()
+    end.synchronize()
+    print(begin.elapsed_time(end) / 20, flush=True)
+"""
+
+
+def say(words: str) -> None:
+    sys.stdout.write(f"kernels: {words}\n")
+    sys.stdout.flush()
+
+
+def installed_in(folder: Path, *wheels: Path, beside: list[Path]) -> dict[str, str]:
+    """The environment of a process that has only these, and what is beside."""
+    pip = (sys.executable, "-m", "pip", "-q", "install", "--no-index", "--no-deps")
+    subprocess.run([*pip, "--target", folder, *wheels], check=True)
+    ours = ("PYTHONPATH", "HEEDFUL", "TRITON")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    path = os.pathsep.join(map(str, (folder, *beside)))
+    return kept | {"PYTHONPATH": path, "HEEDFUL_CACHE_DIR": str(folder / "no-cache")}
+
+
+def same_keys() -> bool:
+    """In a process with the wheel: if every listed problem is planned as its compiler plans it."""
+    import heedful
+    from heedful.core.base import installed
+    from heedful.core.base.device import by_name
+    from heedful.core.planning.plan import plan
+    from heedful.core.registry.capability import Toolchain
+    from heedful.launch import prebuild
+    from heedful.launch.code import packs, wheels
+    from heedful.launch.code.identity import kernel_key
+    from heedful.launch.program.programs import runnable
+
+    # It would put the checkout first, and heedful's other modules are to be the wheel's.
+    entries = importlib.import_module("kernel_problems").entries()
+    assert ROOT not in Path(heedful.__file__).parents, heedful.__file__
+    compiler, wheel = installed.compiler(), wheels.current()
+    assert wheel is not None, "no wheel of kernels is found"
+    here = Toolchain(compiler.numbers if compiler else (), packs=packs.backends("sm_90"))
+    there = Toolchain()
+    told, absent = Counter(), set()
+    for entry in entries:
+        backward = entry.direction == "backward"
+        problem = replace(entry.problem, needs_grad=entry.problem.needs_grad or backward)
+        wanted = plan(problem, by_name("H200"), there)
+        direction = "backward" if backward else "forward"
+
+        def made(chosen, entry=entry):
+            return prebuild.program_of(chosen, entry)
+
+        chosen, program = runnable(plan(problem, by_name("H200"), here), direction, made)
+        keys = [kernel_key(call, "sm_90") for call in made(wanted).calls]
+        equal = keys == [kernel_key(call, "sm_90") for call in program.calls]
+        equal &= chosen.variant_of(direction) == wanted.variant_of(direction)
+        absent |= {key for key in keys if not packs.has(key)}
+        told["problems"] += 1
+        told["equal"] += equal
+        if not equal and told["problems"] - told["equal"] < 10:
+            names = (each.variant_of(direction).label for each in (wanted, chosen))
+            say(f"{entry.direction} {problem.key()}: {' is '.join(names)}")
+    count, words = len(wheel.manifest.digests), compiler.words() if compiler else "no Triton"
+    say(f"{dict(told)} of {count} kernels, {len(absent)} not in the wheel; {words}")
+    return told["equal"] == told["problems"] and not absent
+
+
+def first_calls(env: dict[str, str], rounds: int) -> bool:
+    """Medians of fresh processes, in turns, after one of each."""
+    modes = ("torch", "sdpa", "heedful")
+    told: dict[str, list[dict]] = {mode: [] for mode in modes}
+    for number in range(rounds + 1):
+        for mode in modes:
+            command = (sys.executable, "-W", "error::RuntimeWarning", "-c", FIRST, mode)
+            run = subprocess.run(command, env=env, capture_output=True, text=True)
+            if run.returncode:
+                sys.exit(f"kernels: {mode}: {run.stderr}")
+            if number:
+                told[mode].append(json.loads(run.stdout.splitlines()[-1]))
+    for mode, rows in told.items():
+        numbers = [name for name, value in rows[0].items() if isinstance(value, float)]
+        words = ", ".join(f"{n} {1e3 * median(row[n] for row in rows):.1f} ms" for n in numbers)
+        say(f"{mode}: {words} {rows[0].get('counters', '')}")
+    ours = told["heedful"]
+    compiled = sum(row["counters"].get("compiles", 0) + row["triton"] for row in ours)
+    over = median(r["call"] for r in ours) - median(r["call"] for r in told["torch"])
+    say(f"a first call takes {1e3 * over:.1f} ms over torch alone, compilers met: {compiled}")
+    return over <= MOST_SECONDS and not compiled
+
+
+def times(env: dict[str, str], source: Path) -> bool:
+    """Ratios of medians, by the wheel over compiled from the source."""
+    beside = {n: v for n, v in os.environ.items() if n != "PYTHONPATH"}
+    envs = {"wheel": env, "compiled": beside | {"PYTHONPATH": str(source)}}
+    command = (sys.executable, "-c", TIMED, json.dumps(CASES))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    ran = {name: subprocess.Popen(command, env=each, **pipes) for name, each in envs.items()}
+
+    def ask(name: str, line: str = "") -> str:
+        process = ran[name]
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(line)
+        process.stdin.flush()
+        return process.stdout.readline()
+
+    for name in ran:
+        say(f"{name}: {ask(name).strip()}")
+    worst = 0.0
+    for number, case in enumerate(CASES):
+        found: dict[str, list[float]] = {name: [] for name in ran}
+        for turn in range(ROUNDS):
+            for name in list(ran)[:: 1 if turn % 2 else -1]:
+                found[name].append(float(ask(name, f"{number}\n")))
+        ours, theirs = (median(found[name]) for name in ran)
+        worst = max(worst, ours / theirs)
+        say(f"{case}: {1e3 * ours:.1f} us, {ours / theirs:.4f} of compiled here")
+    for process in ran.values():
+        process.kill()
+    return worst <= MOST_RATIO
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("wheels", type=Path, nargs="*")
+    parser.add_argument("--keys", action="store_true")
+    parser.add_argument("--first", type=int, metavar="ROUNDS")
+    parser.add_argument("--times", type=Path, metavar="SRC")
+    parser.add_argument("--beside", type=Path, nargs="*", default=[])
+    given = parser.parse_args()
+    if not given.wheels:
+        sys.exit(not same_keys())
+    if len(given.wheels) != 2:
+        parser.error("the wheels of heedful and of its kernels are wanted")
+    with tempfile.TemporaryDirectory(prefix="heedful-kernels-") as folder:
+        env = installed_in(Path(folder), *given.wheels, beside=given.beside)
+        tries: list[Callable[[], bool]] = []
+        if given.keys:
+            tries.append(lambda: not subprocess.run([sys.executable, __file__], env=env).returncode)
+        if given.first:
+            tries.append(lambda: first_calls(env, given.first))
+        if given.times:
+            tries.append(lambda: times(env, given.times))
+        sys.exit(not all([attempt() for attempt in tries]))
+
+
+if __name__ == "__main__":
+    main()
