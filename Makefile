@@ -111,8 +111,8 @@ wheels: $(VENV)-release/.ready ## sdist and wheel in dist/, the same bytes from 
 	tools/wheels.sh $(VENV)-release dist
 
 kernels: $(READY) $(VENV)-release/.ready ## the wheels of compiled kernels in dist/, for drivers of CUDA 13 and 12 (ARGS=)
-	$(PY) tools/kernel_wheel.py $(VENV)-release dist $(ARGS)
-	$(PY) tools/kernel_wheel.py $(VENV)-release dist --cuda 12 $(ARGS)
+	$(PY) tools/kernel_wheel/build.py $(VENV)-release dist $(ARGS)
+	$(PY) tools/kernel_wheel/build.py $(VENV)-release dist --cuda 12 $(ARGS)
 
 test-install: $(VENV)-release/.ready ## install the wheel with each extra, run the README's tour there
 	$(PYTHON) tools/try_install.py $(VENV)-release $(ARGS)

@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-import kernel_wheel
 from heedful.core.base import installed
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
@@ -18,6 +17,7 @@ from heedful.launch.code.cache import DiskCache
 from heedful.launch.code.manifest import WheelFacts, read_manifest
 from heedful.launch.driver import cuda
 from heedful.launch.record import Entry
+from kernel_wheel import build
 from support.artifacts import artifact
 
 
@@ -44,7 +44,7 @@ def test_a_wheel_for_older_drivers_is_assembled_by_the_older_assembler(tmp_path,
     monkeypatch.setenv("HEEDFUL_CACHE_DIR", str(tmp_path / "cache"))
     entry = Entry(AttentionProblem.dense(1, 1, 4096, 32, 8, used_k=True, page_size=16), "forward")
     facts = WheelFacts("1.2.3", "sm_90", 12)
-    for name, value in kernel_wheel.assembled_for(12).items():
+    for name, value in build.assembled_for(12).items():
         monkeypatch.setenv(name, value)
     count = prebuild.prebuild([entry], [by_name("H200")], tmp_path / "wheel", 1, wheel=facts)
     text = (tmp_path / "wheel" / "manifest.json").read_bytes()
@@ -76,34 +76,32 @@ def test_a_build_in_shares_goes_on_where_it_ended(monkeypatch):
             future.set_result(None)
             yield future
 
-    monkeypatch.setattr(kernel_wheel, "kernels", lambda *_: (calls, set()))
+    monkeypatch.setattr(build, "kernels", lambda *_: (calls, set()))
     for name, fake in {"ThreadPoolExecutor": InTurn, "ProcessPoolExecutor": InTurn}.items():
         monkeypatch.setattr(prebuild, name, fake)
     monkeypatch.setattr(prebuild, "as_completed", as_completed)
-    shares = [kernel_wheel.share_of(f"{n}/3") for n in (1, 2, 3)]
-    told = [kernel_wheel.compile_share([], share, math.inf, 2) for share in shares]
+    shares = [build.share_of(f"{n}/3") for n in (1, 2, 3)]
+    told = [build.compile_share([], share, math.inf, 2) for share in shares]
     assert told == [(4, 4), (4, 4), (3, 3)] and sorted(made) == [*range(11)]
     made.clear()
-    assert kernel_wheel.compile_share([], shares[0], 0.0, 2) == (1, 4) and len(made) == 1
+    assert build.compile_share([], shares[0], 0.0, 2) == (1, 4) and len(made) == 1
 
 
 def test_a_shares_machine_code_is_kept_as_in_a_cache(monkeypatch, tmp_path):
     made = replace(artifact(), text="// its PTX")
     calls = {key: (key, "sm_90") for key in ("a", "b")}
-    monkeypatch.setattr(kernel_wheel, "kernels", lambda *_: (calls, set()))
-    monkeypatch.setattr(kernel_wheel, "cache_key", lambda call, arch: f"{call} {arch}")
+    monkeypatch.setattr(build, "kernels", lambda *_: (calls, set()))
+    monkeypatch.setattr(build, "cache_key", lambda call, arch: f"{call} {arch}")
     monkeypatch.setattr(prebuild, "_compiled", lambda calls, jobs: ((n, made) for n in calls))
-    assert kernel_wheel.compile_share([], (0, 2), math.inf, 2, tmp_path) == (1, 1)
+    assert build.compile_share([], (0, 2), math.inf, 2, tmp_path) == (1, 1)
     cache = DiskCache(tmp_path, 10**6, read_only=True)
     assert cache.get("a sm_90") == replace(made, text="") and cache.get("b sm_90") is None
 
 
 def test_a_triton_without_an_older_assembler_is_told_to_name_one(monkeypatch):
-    monkeypatch.delenv(kernel_wheel.NAMED, raising=False)
+    monkeypatch.delenv(build.NAMED, raising=False)
     monkeypatch.setattr(installed, "assembler_version", lambda path: "13.4.59")
-    with pytest.raises(
-        ValueError, match=f"no assembler of CUDA 12: name one by {kernel_wheel.NAMED}"
-    ):
-        kernel_wheel.assembled_for(12)
-    monkeypatch.setenv(kernel_wheel.NAMED, "/its/ptxas")
-    assert kernel_wheel.assembled_for(12) == {kernel_wheel.NAMED: "/its/ptxas"}
+    with pytest.raises(ValueError, match=f"no assembler of CUDA 12: name one by {build.NAMED}"):
+        build.assembled_for(12)
+    monkeypatch.setenv(build.NAMED, "/its/ptxas")
+    assert build.assembled_for(12) == {build.NAMED: "/its/ptxas"}

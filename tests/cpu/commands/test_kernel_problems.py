@@ -9,7 +9,6 @@ pytest.importorskip("triton")
 
 import torch
 
-import kernel_problems
 from heedful import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -22,6 +21,7 @@ from heedful.bench.harness import cases
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import LATENT_ROWS
 from heedful.launch import prebuild, record
+from kernel_wheel import problems
 from support.runs import standin
 
 H200, H100 = by_name("H200"), by_name("H100")
@@ -124,8 +124,8 @@ CALLS = {
 @pytest.fixture(scope="module")
 def listed() -> set[str]:
     unused = ("masks", "fp8", "half")
-    groups = [g.__name__ for g in kernel_problems.ALL if g.__name__ not in unused]
-    return set(prebuild.kernels(kernel_problems.entries(groups), [H200, H100])[0])
+    groups = [g.__name__ for g in problems.ALL if g.__name__ not in unused]
+    return set(prebuild.kernels(problems.entries(groups), [H200, H100])[0])
 
 
 @pytest.mark.parametrize("device", [H200, H100], ids=lambda spec: spec.name)
@@ -176,4 +176,4 @@ def test_steps_need_no_kernel_that_is_not_listed(step, listed, monkeypatch, tmp_
 
 def test_an_unknown_group_is_named_with_those_that_there_are():
     with pytest.raises(ValueError, match="no groups nothing: there are training,.*fp8"):
-        kernel_problems.entries(["nothing"])
+        problems.entries(["nothing"])

@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-import kernel_problems
 from heedful.core.base.device import by_name
 from heedful.launch import prebuild, record
+from kernel_wheel import problems
 from support.integrations.language_models import model
 from support.integrations.other_models import plain
 from support.runs import standin
@@ -183,7 +183,7 @@ def names(table: dict[str, Any]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def listed() -> set[str]:
-    return set(prebuild.kernels(kernel_problems.entries(), [H200])[0])
+    return set(prebuild.kernels(problems.entries(), [H200])[0])
 
 
 def unlisted(made: Any, run: Callable[[Any], None], listed: set[str], path) -> list[str]:

@@ -67,8 +67,8 @@ def test_a_release_has_the_wheels_of_its_kernels_and_attests_what_it_publishes()
     assert [step.split()[:2][-1] for step in steps] == ["wheels", "kernels", "dist/*", "upload"]
     makefile = (ROOT / "Makefile").read_text()
     recipe = makefile.split("\nkernels:")[1].split("\n\n")[0]
-    assert re.findall(r"--cuda (\d+)|kernel_wheel.py", recipe) == ["", "", "12"]
-    assert len(re.findall("kernel_wheel.py", recipe)) == len(wheels.NAMES)
+    assert re.findall(r"--cuda (\d+)|build.py", recipe) == ["", "", "12"]
+    assert len(re.findall("build.py", recipe)) == len(wheels.NAMES)
 
 
 def test_the_oldest_versions_are_those_of_the_extras():

@@ -4,7 +4,7 @@ It is a list, not a product: the product of all features is some 37,000 kernels.
 calls it is of, over lengths between which plans change: few rows and many, one sequence and a
 batch, short and long, multiples of a tile and not.
 
-    python tools/kernel_problems.py [GROUP ...]    counts kernels of each group, compiles nothing
+    python tools/kernel_wheel/problems.py [GROUP ...]    counts kernels, compiles nothing
 """
 
 import sys
@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "src")]
+sys.path[:0] = [str(Path(__file__).parents[2] / "src")]
 
 from heedful.core.base.device import by_name  # noqa: E402
 from heedful.core.call.mask import MaskSpec  # noqa: E402

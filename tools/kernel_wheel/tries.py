@@ -1,4 +1,4 @@
-"""Tries the wheel of kernels as a user has it: python tools/try_kernels.py WHEEL KERNELS
+"""Tries the wheel of kernels as a user has it: python tools/kernel_wheel/tries.py WHEEL KERNELS
 
 pip installs heedful's WHEEL and that of KERNELS, from files, into a new folder. What runs after
 that has this folder on its path and no checkout, and the Triton that is installed here:
@@ -27,7 +27,7 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # Over what torch alone takes.
 MOST_SECONDS = 0.1
 MOST_RATIO = 1.01
@@ -112,7 +112,7 @@ def same_keys() -> bool:
     from heedful.launch.program.programs import runnable
 
     # It would put the checkout first, and heedful's other modules are to be the wheel's.
-    entries = importlib.import_module("kernel_problems").entries()
+    entries = importlib.import_module("problems").entries()
     assert ROOT not in Path(heedful.__file__).parents, heedful.__file__
     compiler, wheel = installed.compiler(), wheels.current()
     assert wheel is not None, "no wheel of kernels is found"

@@ -1,6 +1,7 @@
-"""Builds the wheel of compiled kernels: python tools/kernel_wheel.py VENV FOLDER, `make kernels`.
+"""Builds the wheel of compiled kernels: `make kernels`,
+python tools/kernel_wheel/build.py VENV FOLDER.
 
-It compiles every kernel that the problems of `kernel_problems.py` need, into this user's cache, and
+It compiles every kernel that the problems of `problems.py` need, into this user's cache, and
 puts the machine code, without PTX, with a manifest into a package of data. VENV has what builds
 wheels. The same commit gives the same bytes, and what did not change is not compiled again.
 --cuda 12: the set for older drivers, by the assembler of CUDA 12 that Triton also has.
@@ -20,11 +21,10 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 
 import heedful  # noqa: E402
-import kernel_problems  # noqa: E402
 from heedful.core.base import installed  # noqa: E402
 from heedful.core.base.device import by_name  # noqa: E402
 from heedful.launch.code.artifact import Artifact  # noqa: E402
@@ -35,6 +35,7 @@ from heedful.launch.code.wheels import NAMES  # noqa: E402
 from heedful.launch.prebuild import compile_all, kernels, prebuild  # noqa: E402
 from heedful.launch.record import Entry  # noqa: E402
 from heedful.launch.spec import KernelCall  # noqa: E402
+from kernel_wheel import problems  # noqa: E402
 
 ARCH = "sm_90"
 # Plans may differ between them, kernels do for few problems.
@@ -178,7 +179,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--cuda", type=int, choices=(12, 13), default=13)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--groups", nargs="*", help="those of kernel_problems.py alone")
+    parser.add_argument("--groups", nargs="*", help="those of problems.py alone")
     parser.add_argument("--share", type=share_of, help="compile it and build no wheel: 1/4 to 4/4")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of a share")
     parser.add_argument("--into", type=Path, help="a folder for a share's machine code")
@@ -187,7 +188,7 @@ def main() -> None:
         parser.error("VENV and FOLDER are wanted where no --share is")
     if given.cuda == 12:
         os.environ |= assembled_for(given.cuda)
-    entries = kernel_problems.entries(given.groups)
+    entries = problems.entries(given.groups)
     if given.share is not None:
         share = given.share, given.seconds, given.jobs, given.into
         done, count = compile_share(entries, *share)
