@@ -196,26 +196,35 @@ def test_merges_with_a_sink_are_the_attention_of_all_parts(packed):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_parts_of_unlike_lengths_are_merged_into_their_rows(packed):
-    """By torch's function, also where the first row is traced; a part out of bounds raises."""
+    """Also where the first row is traced; a part out of bounds raises."""
     import torch
 
-    import heedful.torch as ht
+    from support.problems.merges import InPlace, assert_in_place
 
     lead = () if packed else (2,)
-    out, lse = some(*lead, 11, 3, 8), some(*lead, 3, 11, seed=1)
-    wanted = [torch.from_numpy(np.array(array)) for array in (out, lse)]
+
+    def draw(seed: int) -> InPlace:
+        values = torch.Generator().manual_seed(seed)
+        out = torch.randn(*lead, 11, 3, 8, generator=values)
+        parts = []
+        for begin, count in ((0, 11), (3, 5), (10, 1)):
+            part_lse = torch.randn(*lead, 3, count, generator=values)
+            part_lse[..., 0] = -torch.inf
+            part = torch.randn(*lead, count, 3, 8, generator=values)
+            parts.append(
+                (begin, part.masked_fill(part_lse.mT[..., None].isinf(), torch.nan), part_lse)
+            )
+        return InPlace(out, torch.randn(*lead, 3, 11, generator=values), parts)
+
     traced = jax.jit(lambda o, s, p, q, n: hj.merge_into(o, s, p, q, begin=n), donate_argnums=0)
-    for begin, count in ((0, 11), (3, 5), (10, 1)):
-        part, part_lse = some(*lead, count, 3, 8, seed=2), some(*lead, 3, count, seed=3)
-        part_lse = part_lse.at[..., 0].set(-jnp.inf)
-        part = jnp.where((part_lse == -jnp.inf).swapaxes(-1, -2)[..., None], jnp.nan, part)
-        both = [torch.from_numpy(np.array(array)) for array in (part, part_lse)]
-        ht.merge_into(*wanted, *both, begin=begin)
-        eager = hj.merge_into(out, lse, part, part_lse, begin=begin)
-        out, lse = traced(out, lse, part, part_lse, begin)
-        for found in (eager, (out, lse)):
-            for got, want in zip(found, wanted, strict=True):
-                np.testing.assert_allclose(got, want, rtol=2.0**-18, atol=2.0**-18)
+    for merge in (lambda *arrays: hj.merge_into(*arrays[:4], begin=int(arrays[4])), traced):
+        merges = draw(0)
+        out, lse = jnp.asarray(merges.out.numpy()), jnp.asarray(merges.lse.numpy())
+        for begin, part, part_lse in merges.parts:
+            both = jnp.asarray(part.numpy()), jnp.asarray(part_lse.numpy())
+            out, lse = merge(out, lse, *both, begin)
+        assert_in_place(draw, *(torch.from_numpy(np.array(array)) for array in (out, lse)))
+    part, part_lse = some(*lead, 1, 3, 8), some(*lead, 3, 1)
     with pytest.raises(ValueError, match="begin must be 0 to 10, as 1 rows come, got 11"):
         hj.merge_into(out, lse, part, part_lse, begin=11)
 

@@ -6,11 +6,13 @@ than tanh(d / 2). So a merged output moves by at most that part of the distance 
 and the smallest of the parts' outputs, and the merged lse by d.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from heedful.reference.budget import DRAWS, Error, over_budget
 from heedful.torch.api.merge import merged
 
 # One rounding to float32 moves a number by at most this part of itself.
@@ -68,3 +70,42 @@ def largest_share(parts: Parts, out: Tensor, lse: Tensor) -> float:
         assert share <= 1, f"{name} is off by {share:.3g} of its bound"
         found = max(found, share) if name == "out" else found
     return found
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """Running sums, and the parts that are merged into them: (first row, out, lse) of each."""
+
+    out: Tensor
+    lse: Tensor
+    parts: list[tuple[int, Tensor, Tensor]]
+
+    def after(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """out and lse after all parts, in turn, as `merged` has each row and its part; in `dtype`,
+        float64 for the truth and float32 for the twin."""
+        sums = self.out.to(dtype, copy=True), self.lse.to(dtype, copy=True)
+        for begin, part, part_lse in self.parts:
+            rows = sums[0].narrow(-3, begin, part.shape[-3])
+            row_lses = sums[1].narrow(-1, begin, part.shape[-3])
+            lses = torch.stack([row_lses, part_lse.to(dtype)])
+            outs = torch.stack([rows, part.to(dtype)])
+            outs = outs.masked_fill((lses == -torch.inf).mT[..., None], 0.0)
+            for place, made in zip((rows, row_lses), merged(outs, lses), strict=True):
+                place.copy_(made)
+        return sums
+
+
+def assert_in_place(draw: Callable[[int], InPlace], out: Tensor, lse: Tensor) -> None:
+    """AssertionError unless merges of `draw(0)` in place err at most twice as much as the same
+    merges by torch's operations in float32, whose sums are rounded as often, and one rounding."""
+    first, worst = draw(0).after(torch.float64), {}
+    for seed in range(DRAWS):
+        merges = draw(seed)
+        found = zip(merges.after(torch.float32), merges.after(torch.float64), strict=True)
+        for name, (twin, truth) in zip(("out", "lse"), found, strict=True):
+            error = Error.between(twin.double().cpu().numpy(), truth.cpu().numpy())
+            worst[name] = error.worst(worst.get(name, error))
+    for name, got, want in zip(worst, (out, lse), first, strict=True):
+        pair = got.double().cpu().numpy(), want.cpu().numpy()
+        wrong = over_budget(name, *pair, worst[name], "float32")
+        assert not wrong, wrong

@@ -179,8 +179,6 @@ class Variant:
 _KINDS = frozenset({"fp8", "quantized_kv"})
 
 _EVERY_FEATURE = frozenset(FEATURES)
-# By default a Hopper kernel has not run with it on hardware, see Variant.unrun.
-_UNRUN = frozenset({"q_offsets"})
 # Why a row's bits do not follow from its own keys and their positions alone.
 _VARIES_BY_SHARES = "programs share the keys of a batch, whose lengths decide where parts end"
 _VARIES_BY_TILES = "lengths and masks decide on tiles and their order, other rows on references"
@@ -255,7 +253,6 @@ def _on_hopper(
     """A kernel for sm_90. facts: all else, in place of what holds for most: they take 16-bit
     queries. triton: by default the first with gl.inline_asm. program: within launch/bind."""
     usual: dict[str, Any] = {
-        "unrun": _UNRUN,
         "direction": "forward",
         "dtypes": ("bfloat16", "float16"),
         "max_dim": 256,
@@ -317,7 +314,7 @@ def _latent(name: str, few_rows: Gate, *more: Gate, **facts: Any) -> Variant:
 # A backward holds the first two beside probabilities until dP is there: the derivative of the
 # softcap, and which probabilities were dropped.
 _TAKEN = {"softcap", "dropout", "block_mask", "key_ranges"}
-# It has not run with these on hardware.
+# Runs of each sequence's keys, and packed queries in use.
 _USED = frozenset({"seqused", "leftpad_k"})
 
 
@@ -340,7 +337,7 @@ def _hopper_backward(
             *(*_TMA_GATES, gates.aligned_draws, gates.near_softcap),
             *(gates.lists_of_the_hopper_backward, gates.used_queries_packed, *more),
         ),
-        **dict[str, Any]({"unrun": _USED, **facts}),
+        **facts,
     )
 
 
@@ -354,7 +351,7 @@ _SHORT = (_OF_DECODE, "decode.forward", mixed.queries_of_few_tiles, mixed.some_f
 # In order of preference.
 VARIANTS: tuple[Variant, ...] = (
     _latent("mla_swap_ab", gates.rows_of_swapped_products),
-    _latent("mla", gates.few_rows, unrun=frozenset()),
+    _latent("mla", gates.few_rows),
     _latent(
         "mla_converting_pair",
         *(gates.few_rows, gates.rows_of_pairs, *_IF_STORED),
@@ -370,14 +367,13 @@ VARIANTS: tuple[Variant, ...] = (
             preferences.packed_keys,
         ),
         alias="hopper_decode",
-        unrun=frozenset(),
         **_STEPS,
     ),
     _on_hopper(
         *("decode", "wide", _OF_HOPPER_DECODE, "hopper_decode", "hopper_decode.wide_forward"),
         max_dim=512,
         gates=(*_CACHE_GATES, gates.above_256, gates.rows_of_swapped_products),
-        unrun=_UNRUN | {"jax"},
+        unrun=frozenset({"jax"}),
         **_STEPS,
     ),
     Variant(
@@ -419,7 +415,6 @@ VARIANTS: tuple[Variant, ...] = (
         *("hopper", "forward", _OF_HOPPER | {"float_out"}, "hopper", "hopper.forward"),
         triton=(3, 6),
         gates=(*_HOPPER_GATES, *gates.OF_THE_HOPPER_FORWARD),
-        unrun=frozenset({"float_out"}),
     ),
     _on_hopper(
         "hopper",
@@ -510,7 +505,7 @@ VARIANTS: tuple[Variant, ...] = (
     _hopper_backward("pair", {"key_ranges"}, 192, gates.above_128, gates.values_to_128),
     _hopper_backward("wide", _TAKEN, 256, gates.above_128),
     _hopper_backward(
-        *("halves", {"softcap"}, 512, gates.above_256), framework="torch", unrun=_UNRUN | _USED
+        *("halves", {"softcap"}, 512, gates.above_256), framework="torch", unrun=_USED
     ),
     Variant(
         "portable",

@@ -71,8 +71,9 @@ def merge_into(
     """`out` and `lse` with the attention over other keys merged into their rows from `begin` on:
     running sums in float32, as a ring has them, whose parts may have fewer rows. Nothing else is
     computed, and under `jax.jit` XLA writes into out and lse where they are donated.
-    `merge_attn_states` says what a merge is, and how exact. A row that saw no key in a part, with
-    an lse of -inf, weighs nothing there, whatever its output holds.
+    `merge_attn_states` says what a merge is, and how exact; as each merge rounds lse once more, n
+    of them err by up to n times as much. A row that saw no key in a part, with an lse of -inf,
+    weighs nothing there, whatever its output holds.
 
     Args:
         out: float32 (batch, seqlen, heads, head_dim) or (tokens, heads, head_dim).

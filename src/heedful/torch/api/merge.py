@@ -101,8 +101,9 @@ def merge_into(
 ) -> None:
     """Merges the attention over other keys into `out` and `lse`, in place: running sums in float32,
     as a ring has them, whose parts may have fewer rows. `merge_attn_states` says what a merge is,
-    and how exact. A row that saw no key in a part, with an lse of -inf (or +inf, as
-    FlashAttention-2 has it), weighs nothing there, whatever its output holds.
+    and how exact; as each merge rounds lse once more, n of them err by up to n times as much. A row
+    that saw no key in a part, with an lse of -inf (or +inf, as FlashAttention-2 has it), weighs
+    nothing there, whatever its output holds.
 
     Args:
         out: float32 (batch, seqlen, heads, head_dim) or (tokens, heads, head_dim), with a
@@ -173,13 +174,16 @@ def _merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> Non
     """`merge_into` of checked tensors with as many rows, by torch's operations."""
     lse.masked_fill_(lse == torch.inf, -torch.inf)
     other = part_lse.masked_fill(part_lse == torch.inf, -torch.inf)
-    whole = torch.logaddexp(lse, other)
-    base = whole.masked_fill(whole == -torch.inf, 0.0)
-    old, new = (torch.exp(x - base).transpose(-1, -2)[..., None] for x in (lse, other))
-    # A row without weight may hold anything, even NaN.
+    # Shares of the two add up to 1, however lse was rounded: an error of lse moves out only by that
+    # part of the distance between the two outputs. A row without keys has a share of 0.
+    pairs = (lse - other, lse), (other - lse, other)
+    old, new = (
+        torch.sigmoid(x).masked_fill_(of == -torch.inf, 0.0).mT[..., None] for x, of in pairs
+    )
+    # A row without a share may hold anything, even NaN.
     out.mul_(old).masked_fill_(old == 0, 0.0)
     out.addcmul_(part.masked_fill(new == 0, 0.0), new)
-    lse.copy_(whole)
+    torch.logaddexp(lse, other, out=lse)
 
 
 # The arrays of a merge in place, and the merge of one kind of them.

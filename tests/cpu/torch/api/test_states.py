@@ -1,6 +1,7 @@
 """Partial results, quantised storage and explanations."""
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import heedful.torch as heedful
 from heedful.core.call.operands import Operands
 from heedful.reference import quant
 from heedful.torch.api.merge import merged
+from support.problems.merges import InPlace, assert_in_place
 from support.runs.api import assert_agrees, dense_problem
 
 
@@ -50,24 +52,16 @@ def ranges(packed: bool, dtype: torch.dtype, seed: int = 0):
     return part(rows), [(begin, *part(n, dtype)) for begin, n in ((0, 11), (3, 5), (10, 1), (4, 0))]
 
 
-def merged_by_hand(whole, parts) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float64, by `merged` of each row with what lies there."""
-    out, lse = whole[0].double(), whole[1].double()
-    for begin, part, part_lse in parts:
-        own = out.narrow(-3, begin, part.shape[-3]), lse.narrow(-1, begin, part.shape[-3])
-        lses = torch.stack([own[1], part_lse.double()])
-        outs = torch.stack([own[0], part.double()])
-        outs = outs.masked_fill((lses == -torch.inf).transpose(-1, -2)[..., None], 0.0)
-        for place, made in zip(own, merged(outs, lses), strict=True):
-            place.copy_(made)
-    return out, lse
+def drawn_ranges(packed: bool, dtype: torch.dtype, seed: int) -> InPlace:
+    whole, parts = ranges(packed, dtype, seed)
+    empty = (whole[1] == -torch.inf).mT[..., None]
+    return InPlace(whole[0].masked_fill(empty, 0.0), whole[1], parts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_parts_of_unlike_lengths_are_merged_into_their_rows(packed, dtype):
     whole, parts = ranges(packed, dtype)
-    want = merged_by_hand(whole, parts)
     # Rows and columns of larger tensors, which stay as they are.
     room = torch.full((*whole[0].shape[:-1], 11), 7.0)
     out, lse = room[..., :8], torch.full((*whole[1].shape[:-1], 14), 7.0)[..., 2:-1]
@@ -78,21 +72,29 @@ def test_parts_of_unlike_lengths_are_merged_into_their_rows(packed, dtype):
         heedful.merge_into(out, lse, part, part_lse, begin=begin)
         for passed, before in zip((part, part_lse), kept, strict=True):
             torch.testing.assert_close(passed, before, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(out.double(), want[0], rtol=2.0**-19, atol=2.0**-19)
-    torch.testing.assert_close(lse.double(), want[1], rtol=2.0**-20, atol=2.0**-20)
+    assert_in_place(lambda seed: drawn_ranges(packed, dtype, seed), out, lse)
     assert (room[..., 8:] == 7.0).all()
 
 
-def test_sixteen_merges_of_16_bit_parts_round_nothing_to_16_bits():
-    """A merge that did so in each step would be a hundred times as far off."""
-    values = torch.Generator().manual_seed(5)
-    outs = torch.randn(16, 40, 2, 8, generator=values).bfloat16()
-    lses = torch.randn(16, 2, 40, generator=values)
-    want, _ = merged(outs.double(), lses.double())
-    out, lse = torch.zeros(40, 2, 8), torch.full((2, 40), -torch.inf)
-    for part, part_lse in zip(outs, lses, strict=True):
-        heedful.merge_into(out, lse, part, part_lse)
-    assert (out - want).abs().max() < 2.0**-20
+@pytest.mark.parametrize("rounds", [False, True], ids=["", "planted"])
+def test_sixteen_merges_of_16_bit_parts_round_nothing_to_16_bits(rounds):
+    """Planted: a merge that does so in each step."""
+
+    def draw(seed: int) -> InPlace:
+        values = torch.Generator().manual_seed(seed)
+        outs = torch.randn(16, 40, 2, 8, generator=values).bfloat16()
+        lses = 5 * torch.randn(16, 2, 40, generator=values)
+        parts = [(0, out, lse) for out, lse in zip(outs, lses, strict=True)]
+        return InPlace(torch.zeros(40, 2, 8), torch.full((2, 40), -torch.inf), parts)
+
+    merges = draw(0)
+    for _, part, part_lse in merges.parts:
+        heedful.merge_into(merges.out, merges.lse, part, part_lse)
+        if rounds:
+            merges.out.copy_(merges.out.bfloat16())
+    expected = pytest.raises(AssertionError, match="^out: ") if rounds else nullcontext()
+    with expected:
+        assert_in_place(draw, merges.out, merges.lse)
 
 
 @pytest.mark.parametrize(

@@ -41,19 +41,29 @@ def test_what_has_not_run_with_a_feature_says_so_and_keeps_its_level_without():
 
 
 def test_a_kernel_that_has_not_run_with_a_feature_leaves_it_to_one_that_has_unless_named():
-    h200, features = by_name("H200"), {"q_offsets": True, "mask": MaskSpec.of(True)}
-    latents = {"head_dim": 576, "head_dim_v": 512, "v_in_k": True, "used_k": True}
-    latent = dense(8, 1, 4096, 16, 1, **latents, **features)
-    chosen = plan(latent, h200)
-    assert (chosen.backend, chosen.variant, chosen.level) == ("decode", "mla", "run")
-    (told,) = [r.reasons for r in chosen.rejected if r.label == "decode/mla_swap_ab"]
-    assert told == ("has not run with a mask diagonal of each sequence: decode/mla has",)
-    assert plan(replace(latent, q_offsets=False), h200).variant == "mla_swap_ab"
-    named = plan(latent, h200, backend=forced("decode/mla_swap_ab"))
-    assert (named.variant, named.level) == ("mla_swap_ab", "compile-only")
-    # No other takes 8-bit queries.
-    fp8 = dense(1, 512, 512, 8, head_dim=128, dtype="float8_e4m3fn", **features)
-    assert (plan(fp8, h200).backend, plan(fp8, h200).level) == ("hopper", "compile-only")
+    h200 = by_name("H200")
+    used = dense(2, 512, 512, 8, head_dim=512, needs_grad=True, used_k=True)
+    chosen = plan(used, h200)
+    assert (chosen.backward, chosen.backward_level) == ("portable", "run")
+    said = explain(chosen)
+    assert (
+        "hopper/halves backward: has not run with lengths used of each sequence: portable" in said
+    )
+    assert plan(replace(used, used_k=False), h200).backward_variant == "halves"
+    named = plan(used, h200, backend=forced("hopper"))
+    assert (named.backward_variant, named.backward_level) == ("halves", "compile-only")
+
+
+def test_a_kernel_that_has_not_run_with_a_feature_runs_where_no_other_takes_it(monkeypatch):
+    """No other takes 8-bit queries."""
+    changed = (
+        replace(row, unrun=frozenset({"q_offsets"})) if row.label == "hopper/fp8" else row
+        for row in VARIANTS
+    )
+    monkeypatch.setattr(capability, "VARIANTS", tuple(changed))
+    facts = {"q_offsets": True, "mask": MaskSpec.of(True), "dtype": "float8_e4m3fn"}
+    chosen = plan(dense(1, 512, 512, 8, head_dim=128, **facts), by_name("H200"))
+    assert (chosen.backend, chosen.level) == ("hopper", "compile-only")
 
 
 def test_a_kernel_that_has_not_run_in_a_framework_leaves_its_calls_to_one_that_has_unless_named():
@@ -132,7 +142,8 @@ def test_keys_in_pages_have_a_backward_that_gathers_them(name):
     assert chosen.backward == "portable"
     assert "pages into dense keys" in explain(chosen)
     calls = program(chosen, "backward").calls
-    assert calls == program(plan(paged.gathered(), by_name(name)), "backward").calls
+    gathered = plan(paged.gathered(), by_name(name), backend="portable")
+    assert calls == program(gathered, "backward").calls
     pointers = (a for call in calls for a in call.arguments.values() if isinstance(a, Pointer))
     assert "block_table" not in {pointer.buffer for pointer in pointers}
     assert "dense keys" not in explain(plan(replace(paged, needs_grad=False), by_name(name)))

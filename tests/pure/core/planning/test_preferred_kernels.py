@@ -36,6 +36,9 @@ PAGED = {"page_size": 16, "used_k": True}
         ({"batch": 33, "heads_q": 2, **CAPPED}, "decode"),
         ({"batch": 67, **CAPPED}, "hopper"),
         ({"batch": 67, "used_k": True, **CAPPED}, "decode"),
+        ({"batch": 67, "out_dtype": "float32"}, "hopper"),
+        ({"batch": 4, "seqlen_k": 8192, "out_dtype": "float32"}, "hopper"),
+        ({"batch": 4, "used_k": True, "seqlen_k": 8192, "out_dtype": "float32"}, "decode"),
         # Few sequences of one length.
         ({"batch": 4, "seqlen_k": 8192, **CAPPED}, "hopper"),
         ({"batch": 4, "seqlen_k": 8191, **CAPPED}, "decode"),
@@ -63,9 +66,7 @@ PAGED = {"page_size": 16, "used_k": True}
         ({"seqlen_q": 33, "used_k": True, "scale": -0.1}, "decode"),
         ({"batch": 67, "scale": -0.1}, "decode"),
         ({"batch": 67, "seqlen_q": 17, "scale": -0.1}, "decode"),
-        ({"batch": 67, "out_dtype": "float32"}, "decode"),
         ({"batch": 4, "seqlen_k": 8192, "scale": -0.1}, "decode"),
-        ({"batch": 4, "seqlen_k": 8192, "out_dtype": "float32"}, "decode"),
     ],
 )
 def test_few_queries_are_decoded_unless_the_hopper_forward_is_as_fast(facts, backend):
@@ -140,8 +141,8 @@ def test_packed_queries_of_several_tiles_have_the_hopper_decode_by_name():
         plan(replace(packed, seqlen_q=257), H200, backend="hopper_decode")
 
 
-# The features of a call, and the direction of which Hopper's kernels have not run with them.
-NOT_RUN = [
+# Features of a call, and Hopper's kernel that takes it by default.
+BY_DEFAULT = [
     ("forward", "hopper/forward", {"out_dtype": "float32"}),
     ("backward", "hopper/backward", {"needs_grad": True, "used_k": True}),
     ("backward", "hopper/pair", {"needs_grad": True, "leftpad_k": True, "head_dim_v": 128}),
@@ -149,18 +150,12 @@ NOT_RUN = [
 ]
 
 
-@pytest.mark.parametrize("direction, kernel, facts", NOT_RUN, ids=str)
-def test_what_has_not_run_on_hardware_runs_by_name_alone(direction, kernel, facts):
+@pytest.mark.parametrize("direction, kernel, facts", BY_DEFAULT, ids=str)
+def test_partial_results_and_lengths_in_use_run_on_hopper_by_default(direction, kernel, facts):
     dim = 192 if "head_dim_v" in facts else 128
-    problem = dense(2, 512, 512, 8, head_dim=dim, **facts)
-    usual, named = plan(problem, H200), plan(problem, H200, backend="hopper")
-    assert usual.variant_of(direction).backend == "portable"
-    told = [r for r in usual.rejected if (r.backend, r.direction) == ("hopper", direction)]
-    whys = [reason for r in told for reason in r.reasons if r.label in ("hopper", kernel)]
-    assert whys and whys[0].startswith("has not run with ") and whys[0].endswith(": portable has")
-    assert named.variant_of(direction).label == kernel
-    level = named.level if direction == "forward" else named.backward_level
-    assert level == "compile-only"
+    chosen = plan(dense(2, 512, 512, 8, head_dim=dim, **facts), H200)
+    level = chosen.level if direction == "forward" else chosen.backward_level
+    assert (chosen.variant_of(direction).label, level) == (kernel, "run")
 
 
 def test_lengths_of_dense_queries_are_refused_by_the_hopper_backward():
