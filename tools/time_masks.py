@@ -66,13 +66,19 @@ def flex_beside(wanted: bool, x: list[torch.Tensor], shows: Any, pairs: int) -> 
     return {"flex": (x, flexed(x, shows), pairs)} if wanted else {}
 
 
-def flexed_by(x: list[torch.Tensor], mask: flex.BlockMask) -> Call:
+def flexed_by(x: list[torch.Tensor], mask: flex.BlockMask, stages: int = 3) -> Call:
+    """stages: of the backward's loops, by tiles of 64."""
     q, k, v = (t.transpose(1, 2) for t in x[:3])
-    # Its kernels' own tiles may have 128 rows, and do not divide smaller ones of a mask: for these
-    # it looks for others.
-    mode = "max-autotune-no-cudagraphs" if mask.BLOCK_SIZE[0] == 64 else None
-    compiled = torch.compile(flex.flex_attention, dynamic=False, mode=mode)
-    return lambda: compiled(q, k, v, block_mask=mask).transpose(1, 2)
+    # By default its kernels' tiles may have 128 rows, which smaller ones of a mask do not divide.
+    # These are the tiles that max-autotune took among twelve (H200, 2026-11-27).
+    options: Any = None
+    if mask.BLOCK_SIZE[0] == 64:
+        sizes = {"M1": 32, "N1": 64, "M2": 64, "N2": 32}
+        options = {f"bwd_BLOCK_{name}": size for name, size in sizes.items()}
+        options |= {"bwd_num_warps": 4, "bwd_num_stages": stages}
+        options |= {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4}
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    return lambda: compiled(q, k, v, block_mask=mask, kernel_options=options).transpose(1, 2)
 
 
 def triangle(n: int) -> int:
@@ -232,7 +238,13 @@ def listed(heads: int, dim: int, wants_flex: bool) -> Iterator[tuple[str, Callab
         calls = {"plain": (x, attention(x), n * n), "lists": of(x, mask, pairs)}
         if side == 64:
             calls["alternating"] = of(x, mask, pairs, named("hopper", block_n=64))
-        return calls | ({"flex": (x, flexed_by(x, as_flex(mask)), pairs)} if wants_flex else {})
+        if not wants_flex:
+            return calls
+        theirs = as_flex(mask)
+        flexes = {f"flex, {stages} stages": stages for stages in ((1, 3) if side == 64 else (3,))}
+        return calls | {
+            name: (x, flexed_by(x, theirs, stages), pairs) for name, stages in flexes.items()
+        }
 
     yield f"1 x {n}, a quarter of tiles of 128, a list a head", lambda: some(128, n // 512)
     yield f"1 x {n}, 64 tiles of 64, a list a head", lambda: some(64, 64)
