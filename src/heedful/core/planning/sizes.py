@@ -17,6 +17,7 @@ from heedful.core.planning.splits import (
     asked_splits,
     choose_backward_splits,
     choose_splits,
+    programs_of_known_parts,
     programs_of_parts,
 )
 from heedful.core.registry.tiles import (
@@ -51,7 +52,8 @@ Scheduler = Literal["dynamic", "static", "single"]
 # device; if heads have fewer tiles than this, all groups are that large (H200, 2026-11-22,
 # measurements/hopper-forward.md).
 _L2_HEADS, _L2_HEADS_FP8 = 4, 2
-# With numerics="invariant": if each SM has so many tiles, programs take all their parts in turn.
+# With numerics="invariant" and lengths that only the device knows: if each SM has so many tiles,
+# programs take all their parts in turn.
 _LEAST_TURNS = 8
 _LAST_WAVES = 2
 _L2_GROUP_TILES = 8
@@ -144,9 +146,7 @@ def splits_of(plan: "Plan", problem: AttentionProblem) -> int:
 def best_splits(config: TileConfig, problem: AttentionProblem, device: DeviceSpec) -> int:
     """The splits that `choose_splits` gives for the tiles of a forward, or those chosen by hand."""
     if isinstance(config, HopperForwardConfig) and config.part_keys:
-        tiles, least = hopper_tiles(config, problem), device.units * _LEAST_TURNS
-        parts = programs_of_parts(tiles, config.parts(problem), least)
-        return 1 if config.key_splits else parts
+        return 1 if config.key_splits else _programs_of_parts(config, problem, device.units)
     if isinstance(config, HopperForwardConfig) and config.key_splits:
         return config.key_splits
     rows = config.group_rows(problem)
@@ -154,6 +154,16 @@ def best_splits(config: TileConfig, problem: AttentionProblem, device: DeviceSpe
         tiles = problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, config.block_m)
         return programs_of_parts(tiles, ceil_div(problem.seqlen_k, config.part_keys), device.units)
     return choose_splits(problem, device, config.block_m, config.block_n, rows)
+
+
+def _programs_of_parts(config: HopperForwardConfig, problem: AttentionProblem, units: int) -> int:
+    """How many programs of the Hopper forward share the parts of a tile's keys."""
+    tiles, parts = hopper_tiles(config, problem), config.parts(problem)
+    if problem.varlen_q or problem.used_q or problem.ragged_k:
+        return programs_of_parts(tiles, parts, units * _LEAST_TURNS)
+    is_causal = problem.mask.right >= 0 and problem.mask.left < 0
+    lengths = problem.seqlen_q, problem.seqlen_k
+    return programs_of_known_parts(tiles, parts, units, *lengths, int(is_causal))
 
 
 def heads_in_l2(problem: AttentionProblem, device: DeviceSpec) -> int:

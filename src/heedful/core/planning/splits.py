@@ -146,6 +146,24 @@ def programs_of_parts(tiles: int, parts: int, units: int) -> int:
     return parts if 0 < tiles < units and 1 < parts <= LARGEST_AXIS else 1
 
 
+@opaque
+def programs_of_known_parts(
+    tiles: int, parts: int, units: int, seqlen_q: int, seqlen_k: int, is_causal: int
+) -> int:
+    """`programs_of_parts` where lengths are known: in turn, unless the SMs then wait for each other
+    for longer than partial results cost, which is an eighth of the time. Tiles of a causal mask
+    take different times; others are given out in waves.
+
+    Measured in measurements/hopper-forward.md, "What numerics that no call changes cost".
+    """
+    if tiles <= 0 or not 1 < parts <= LARGEST_AXIS:
+        return 1
+    work, wait = tiles, -(-tiles // units) * units
+    if is_causal and 2 * seqlen_q > seqlen_k:
+        work, wait = tiles * (2 * seqlen_k - seqlen_q), units * 2 * seqlen_k
+    return 1 if 8 * wait <= 9 * work else parts
+
+
 def candidates(programs: int, tiles: int, units: int) -> list[int]:
     """Counts of splits worth comparing. With several counts the largest split has as many tiles.
     The least of these counts is taken, since all its splits have work."""

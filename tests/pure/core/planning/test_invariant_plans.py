@@ -222,6 +222,32 @@ def test_parts_are_merged_in_one_order_by_a_kernel_or_by_the_programs(batch, seq
         assert dict(calls["merge_parts"].constants)["LAST_FIRST"]
 
 
+@pytest.mark.parametrize(
+    "seqlen_q, heads, causal, is_in_turn",
+    [
+        # Times are those of in turn over apart (H200, 2026-11-28).
+        (16384, 1, True, False),  # 198 us over 124
+        (16384, 1, False, True),  # 186 over 201
+        (16384, 2, True, True),  # 207 over 228
+        (16384, 8, True, True),  # 715 over 791
+        (16384, 8, False, True),  # 1395 over 1480
+        (2048, 8, True, True),  # 389 over 412
+        # A second wave would be nearly empty.
+        (16384 + 1024, 1, False, False),
+    ],
+)
+def test_programs_take_parts_in_turn_unless_sms_wait_for_each_other(
+    seqlen_q, heads, causal, is_in_turn
+):
+    facts = {"heads_q": heads, "heads_k": heads, "seqlen_q": seqlen_q, "batch": 1}
+    facts |= {"seqlen_k": max(seqlen_q, 32768 if seqlen_q == 2048 else 0)}
+    problem = AttentionProblem.dense(**PLAIN | facts, mask=MaskSpec.of(causal), invariant=True)
+    assert plan(problem, by_name("H200")).in_turn == is_in_turn
+    # Longer keys than others': nobody knows before.
+    used = plan(replace(problem, used_k=True), by_name("H200"))
+    assert not used.in_turn
+
+
 def by_hand(options: str, **facts: Any):
     """The plan of a call of 30000 keys with these options of the Hopper forward."""
     problem = AttentionProblem.dense(**PLAIN | {"seqlen_k": 30000, **facts})
