@@ -215,9 +215,8 @@ def links(device: torch.device) -> Links:
         return Links(foreign / send * 1e3, 0.0)
     rank = dist.get_rank()
     pairs = [
-        (into[:LINK_BYTES], found.view(other, 0, (LINK_BYTES,), torch.uint8))
-        for other in range(ranks)
-        if other != rank
+        (into[:LINK_BYTES], found.view(other % ranks, 0, (LINK_BYTES,), torch.uint8))
+        for other in range(rank + 1, rank + ranks)
     ]
 
     def copies() -> None:

@@ -1,8 +1,11 @@
-"""Calls on rows that are one sequence, or packed ones: more than one has cu_seqlens."""
+"""Calls on rows that are one sequence, or packed ones: more than one has cu_seqlens. And streams on
+which the calls of a step run in turn."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from heedful.core.call.operands import Gradients
@@ -44,3 +47,51 @@ def differentiated(
 
 def _dense(given: Sequence[Tensor]) -> Any:
     return [x[None] if x.ndim == 3 else x for x in given]
+
+
+# Lanes of a step whose rows are copied.
+LANES = 2
+_BESIDE: dict[torch.device, torch.cuda.Stream] = {}
+
+
+class Lanes:
+    """The current stream, which is lane 0, and one beside it, so that work tiles of one call take
+    the SMs that the last tiles of another leave idle. Both begin after what the current stream has
+    now; `join` lets it wait for the other. One lane is the current stream alone."""
+
+    def __init__(self, device: torch.device, count: int):
+        self.count, self._device = count, device
+        self._main: Any = None
+        self._beside: Any = None
+        if count > 1:
+            self._main, self._begin = torch.cuda.current_stream(device), self.mark()
+
+    def on(self, index: int) -> AbstractContextManager:
+        """Makes a lane the current stream, where parts of a step take lanes in turn."""
+        if self._main is None or index % self.count == 0:
+            return nullcontext()
+        if self._beside is None:
+            self._beside = _BESIDE.get(self._device)
+            if self._beside is None:
+                self._beside = _BESIDE[self._device] = torch.cuda.Stream(self._device)
+            self._beside.wait_event(self._begin)
+        return torch.cuda.stream(self._beside)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event of all that the current stream has now; None where one lane needs none."""
+        if self.count == 1:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def keep(self, made: Tensor, index: int) -> Tensor:
+        """What was made on a lane, and is used after `join`."""
+        if self._main is not None and index % self.count:
+            made.record_stream(self._main)
+        return made
+
+    def join(self) -> None:
+        """The current stream, lane 0, waits for the other."""
+        if self._main is not None and self._beside is not None:
+            self._main.wait_stream(self._beside)

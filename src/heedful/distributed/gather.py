@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from heedful.distributed import peers
-from heedful.distributed.calls import attended, differentiated, placed
+from heedful.distributed.calls import LANES, Lanes, attended, differentiated, placed
 from heedful.distributed.cost import head_groups
 from heedful.distributed.exchange import Exchange, copy, head_start, side_by_side, words_of
 from heedful.distributed.plan import ContextPlan, OnDevice
@@ -68,10 +68,13 @@ def _groups(sizes: Sequence[int], heads: tuple[int, int]) -> list[Group]:
     return found
 
 
+Rows = tuple[Tensor, Tensor, Tensor]
+
+
 class Keys:
     """k and v of one group of heads, on their way: a head's k and v lie side by side. words: k and
     v, both as wide words if they can be; shared: where other ranks read them, None if they are
-    sent."""
+    sent; channel: of its ranks' meetings, a number from 1."""
 
     def __init__(
         self,
@@ -82,8 +85,9 @@ class Keys:
         made: ContextPlan,
         on: OnDevice,
         shared: Any,
+        channel: int,
     ):
-        self.group, self._made, self._on = group, made, on
+        self.group, self._made, self._on, self._channel = group, made, on, channel
         self._dims, self._peers = (k.shape[-1], v.shape[-1]), shared and shared.peers
         self._part = part = shared and shared.part(made.rank, group.keys)
         self._shape = group.keys.stop - group.keys.start, sum(self._dims)
@@ -138,7 +142,7 @@ class Keys:
         back, found = self._on.schedule.back, self._found
         self._parts = parts = found.new_empty((back.parts, *self._shape))
         if self._part is not None:
-            after = self._peers.ready()
+            after = self._peers.ready(self._channel)
             pairs = [(parts[run], theirs) for run, theirs in self._part.taken]
             self._exchange = self._peers.pull(pairs, after, False)
             return
@@ -205,64 +209,119 @@ def _fixed(on: OnDevice, index: int, group: Group, is_placed: bool, drops: bool)
     return made
 
 
-def _parts(
-    q: Tensor, k: Tensor, v: Tensor, made: ContextPlan, on: OnDevice, backward: bool = False
-) -> Iterator[tuple[Group, Keys | None, list[int]]]:
-    """The parts of a step, one after the other: heads, their keys, which have arrived, or None if
-    they are this rank's, and the calls, which may be none: others wait for gradients all the
-    same."""
-    calls = on.schedule.calls
-    count = sum(call.is_local for call in calls)
-    local = Group(slice(0, k.shape[1]), slice(0, q.shape[1])), None, list(range(count))
-    keys, is_hidden, shared, after = [], True, None, None
-    if on.schedule.most_received:
-        # All are packed before the first kernel, whose work tiles take all SMs.
-        shared = peers.shared_rows(made.peers, on, k, v)
-        told, is_hidden = groups(q, k, v, on, backward, shared is not None)
+@dataclass(frozen=True)
+class Part:
+    """Of a step: heads; their keys, which have arrived on the current stream, or None if they are
+    this rank's; the calls, which may be none: others wait for gradients all the same; and its
+    number, by which it has a lane."""
+
+    group: Group
+    keys: Keys | None
+    calls: list[int]
+    index: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A forward or a backward. shared: where other ranks read k and v, None if they are sent; told,
+    is_hidden: of `groups`."""
+
+    made: ContextPlan
+    on: OnDevice
+    shared: Any
+    told: list[Group]
+    is_hidden: bool
+
+    @classmethod
+    def of(cls, rows: Rows, made: ContextPlan, on: OnDevice, backward: bool) -> "Step":
+        shared, told = None, ([], True)
+        if on.schedule.most_received:
+            shared = peers.shared_rows(made.peers, on, *rows[1:])
+            told = groups(*rows, on, backward, shared is not None)
+        return cls(made, on, shared, *told)
+
+    def lanes(self, like: Tensor) -> Lanes:
+        """Streams for its calls, which begin after what the current one has now. What both use must
+        have been made before: later memory of one may be what its last kernels still use."""
+        has_two = self.shared is not None and like.device.type == "cuda"
+        return Lanes(like.device, LANES if has_two else 1)
+
+    def parts(self, rows: Rows, lanes: Lanes, backward: bool = False) -> Iterator[Part]:
+        """One after the other."""
+        q, k, v = rows
+        calls, index = self.on.schedule.calls, 0
+        count = sum(call.is_local for call in calls)
+        local = [(Group(slice(0, k.shape[1]), slice(0, q.shape[1])), None, [*range(count)])]
+        local = local[: count > 0]
+        # A kernel of attention takes all SMs. Copies need none, so the first may begin before ranks
+        # have met; what is sent needs some.
+        if self.is_hidden and (lanes.count > 1 or not self.told):
+            for part in local:
+                yield Part(*part, index)
+                index += 1
+            local = []
+        keys, after = [], None
+        if self.told:
+            with lanes.on(index):
+                keys, after = self._packed(k, v)
+                if self.shared is None or backward:
+                    for found in keys:
+                        found.begin(after)
+        remote = [*range(count, len(calls))]
+        parts: list[Any] = [(found.group, found, remote) for found in keys]
+        # On two lanes the short tiles of local calls go on where the long ones of others end.
+        place = 0 if self.is_hidden else len(parts) if lanes.count > 1 else 1
+        parts[place:place] = local
+        for number, (group, found, indices) in enumerate(parts, 1):
+            with lanes.on(index):
+                if found is not None:
+                    # Copies of a group are asked for after the kernel before it.
+                    found.begin(after)
+                    found.wait()
+                if keys and self.shared is None and number < len(parts):
+                    # A kernel of this part and a transfer that is next may begin now.
+                    head_start(q.device)
+            yield Part(group, found, indices, index)
+            index += 1
+
+    def _packed(self, k: Tensor, v: Tensor) -> tuple[list[Keys], Any]:
+        """Keys of all groups, where others get them; and the event of all ranks having done so,
+        None if they are sent."""
+        shared = self.shared
         if shared is not None:
             shared.peers.begin()
         words = words_of(k), words_of(v)
         words = words if words[0].dtype == words[1].dtype else (k, v)
-        keys = [Keys(k, v, words, group, made, on, shared) for group in told]
-        if shared is not None:
-            after = shared.peers.ready()
-        if shared is None or backward:
-            for found in keys:
-                found.begin(after)
-    remote = list(range(count, len(calls)))
-    parts: list[tuple[Group, Keys | None, list[int]]]
-    parts = [(found.group, found, remote) for found in keys]
-    if count:
-        parts.insert(0 if is_hidden else 1, local)
-    for index, part in enumerate(parts):
-        if part[1] is not None:
-            # Copies need no SMs: those of a group are asked for after the kernel before it.
-            part[1].begin(after)
-            part[1].wait()
-        if keys and shared is None and index < len(parts) - 1:
-            # A kernel of this part and a transfer that is next may begin now.
-            head_start(q.device)
-        yield part
+        told = self.made, self.on, shared
+        keys = [Keys(k, v, words, group, *told, i) for i, group in enumerate(self.told, 1)]
+        return keys, None if shared is None else shared.peers.ready(0)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, made: ContextPlan, on: OnDevice, options: dict[str, Any]
 ) -> tuple[Tensor, list[Tensor]]:
     """out of this rank's queries, and by call their lse, (heads, rows)."""
+    step = Step.of((q, k, v), made, on, backward=False)
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     lses: list[Any] = [None] * len(on.schedule.calls)
-    for group, keys, indices in _parts(q, k, v, made, on):
-        for index in indices:
-            call, heads = on.schedule.calls[index], group.queries
-            given = q[call.rows, heads], *_keys_of(call, keys, k, v)
-            more: dict[str, Any] = _arguments(options, on, index, group)
-            found = attended(given, more, out[call.rows, heads])
-            if len(found) == q.shape[1]:
-                lses[index] = found
-                continue
-            if lses[index] is None:
-                lses[index] = found.new_empty((q.shape[1], found.shape[1]))
-            lses[index][heads] = found
+    for index, call in enumerate(on.schedule.calls):
+        if len(step.told) > 1 and not call.is_local:
+            shape = q.shape[1], call.rows.stop - call.rows.start
+            lses[index] = q.new_empty(shape, dtype=torch.float32)
+    lanes = step.lanes(q)
+    for part in step.parts((q, k, v), lanes):
+        heads = part.group.queries
+        for index in part.calls:
+            call = on.schedule.calls[index]
+            given = q[call.rows, heads], *_keys_of(call, part.keys, k, v)
+            more: dict[str, Any] = _arguments(options, on, index, part.group)
+            with lanes.on(part.index):
+                found = attended(given, more, out[call.rows, heads])
+                if (lse := lses[index]) is None:
+                    lses[index] = lanes.keep(found, part.index)
+                else:
+                    lse[heads] = found
+    lanes.join()
     return out, lses
 
 
@@ -290,29 +349,46 @@ def backward(
     `forward` returned of lse."""
     q, k, v, out, *lses = saved
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    step = Step.of((q, k, v), made, on, backward=True)
+    lanes = step.lanes(q)
     dsinks: list[tuple[slice, Tensor]] = []
-    sent: list[Keys] = []
+    sent: list[Part] = []
     count = sum(call.is_local for call in on.schedule.calls)
-    for group, keys, indices in _parts(q, k, v, made, on, backward=True):
-        places = [] if keys is None else keys.gradients()
-        for index in indices:
-            call, heads = on.schedule.calls[index], group.queries
-            more = _arguments(options, on, index, group)
-            more["dlse"] = None if dlse is None else dlse[heads, call.rows].contiguous()
-            given = [x[call.rows, heads] for x in (dout, q)]
-            given += [*_keys_of(call, keys, k, v), out[call.rows, heads], lses[index][heads]]
-            of_keys = (dk[call.keys], dv[call.keys]) if keys is None else places[index - count]
-            found = differentiated(given, more, (dq[call.rows, heads], *of_keys))
-            if found.dsink is not None:
-                dsinks.append((heads, found.dsink))
-        if keys is not None:
+    locally: Any = None
+
+    def finish(parts: list[Part]) -> None:
+        for part in parts:
+            assert part.keys is not None
+            with lanes.on(part.index):
+                if locally is not None:
+                    locally.wait()
+                part.keys.finish(dk, dv)
+
+    for part in step.parts((q, k, v), lanes, backward=True):
+        keys, heads = part.keys, part.group.queries
+        with lanes.on(part.index):
+            places = [] if keys is None else keys.gradients()
+            for index in part.calls:
+                call = on.schedule.calls[index]
+                more = _arguments(options, on, index, part.group)
+                more["dlse"] = None if dlse is None else dlse[heads, call.rows].contiguous()
+                given = [x[call.rows, heads] for x in (dout, q)]
+                given += [*_keys_of(call, keys, k, v), out[call.rows, heads], lses[index][heads]]
+                into = (dk[call.keys], dv[call.keys]) if keys is None else places[index - count]
+                found = differentiated(given, more, (dq[call.rows, heads], *into))
+                if found.dsink is not None:
+                    dsinks.append((heads, lanes.keep(found.dsink, part.index)))
+            if keys is None:
+                locally = lanes.mark()
+                continue
             keys.send()
-            # The one before has arrived meanwhile.
-            for earlier in sent:
-                earlier.finish(dk, dv)
-            sent = [keys]
-    for last in sent:
-        last.finish(dk, dv)
+        # The one before has arrived meanwhile. What local calls find comes first.
+        if locally is not None or not count or lanes.count == 1:
+            finish(sent)
+            sent = []
+        sent.append(part)
+    finish(sent)
+    lanes.join()
     return dq, dk, dv, _summed(dsinks, options.get("sink"))
 
 

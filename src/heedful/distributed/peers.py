@@ -35,9 +35,10 @@ class SharedPart:
         self.rows, self.gradients = shared.keys(rank, heads), shared.gradients(rank, heads)
         self.own = [(rows, words_of(self.rows[place])) for rows, place in schedule.own]
         self.keys, self.taken = [], []
-        for other, (runs, there, parts, of_peer) in enumerate(
-            zip(schedule.received, schedule.there, back.received, back.there, strict=True)
-        ):
+        every = [*zip(schedule.received, schedule.there, back.received, back.there, strict=True)]
+        # Each begins with the next rank, so that no rank's link serves all others at once.
+        for other in (*range(rank + 1, len(every)), *range(rank)):
+            runs, there, parts, of_peer = every[other]
             if runs:
                 theirs = shared.keys(other, heads)
                 pairs = zip(runs, there[1], strict=True)
@@ -156,9 +157,10 @@ class Peers:
             self._latest = stream
         self._handle.barrier(0, self._wait_ms)
 
-    def ready(self) -> torch.cuda.Event:
-        """Waits until every rank has come here: the event of that."""
-        self._handle.barrier(0, self._wait_ms)
+    def ready(self, channel: int) -> torch.cuda.Event:
+        """Waits until every rank has come here: the event of that. channel: another where ranks may
+        wait on another stream at the same time; `begin` has 0."""
+        self._handle.barrier(channel, self._wait_ms)
         event = torch.cuda.Event()
         event.record()
         return event

@@ -116,7 +116,7 @@ class Mapped:
             mine if r == rank else made(files[r], True, size) for r in range(count)
         ]
 
-    def ready(self) -> None:
+    def ready(self, channel: int) -> None:
         dist.barrier()
 
     def begin(self) -> None:
@@ -133,11 +133,47 @@ class Mapped:
         return SimpleNamespace(wait=lambda: [into.copy_(rows) for into, rows in pairs])
 
 
+class Stream:
+    """A stand-in for a GPU's, on which everything runs at once: how often it was waited for, and
+    how often it was made current."""
+
+    def __init__(self, *_: Any):
+        self.waits = self.uses = 0
+
+    def wait_event(self, event: Any) -> None:
+        self.waits += 1
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waits += 1
+
+    def __enter__(self) -> None:
+        self.uses += 1
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+def with_lanes(patch: pytest.MonkeyPatch) -> Stream:
+    """Steps have two lanes of stand-ins; the second."""
+    from heedful.distributed import calls, gather
+
+    event = SimpleNamespace(record=lambda: None, wait=lambda: None)
+    beside = Stream()
+    patch.setattr(torch.cuda, "current_stream", Stream)
+    patch.setattr(torch.cuda, "Stream", lambda device: beside)
+    patch.setattr(torch.cuda, "Event", lambda: event)
+    patch.setattr(torch.cuda, "stream", lambda stream: stream)
+    patch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    patch.setattr(gather.Step, "lanes", lambda self, like: calls.Lanes(like.device, 2))
+    patch.setattr(calls, "_BESIDE", {})
+    return beside
+
+
 def by_reading(
-    rank: int, count: int, case: Case, layout: str, folder: Path
+    rank: int, count: int, case: Case, layout: str, folder: Path, lanes: bool = False
 ) -> tuple[Results | None, int]:
     """`computed` by "gather" that reads other ranks' memory; KV heads in two groups. And how many
-    steps have."""
+    steps have, or how many calls ran on a second lane."""
     from heedful.distributed import gather
 
     made = Mapped(folder, rank, count, 1 << 22)
@@ -149,7 +185,9 @@ def by_reading(
         patch.setattr(gather, "groups", groups)
         of_plan = import_module("heedful.distributed.plan")
         patch.setattr(of_plan, "peers_of", lambda group, size: (made, ""))
-        return computed(rank, count, case, "copy", layout), made._steps
+        beside = with_lanes(patch) if lanes else None
+        found = computed(rank, count, case, "copy", layout)
+    return found, made._steps if beside is None else beside.uses
 
 
 @pytest.mark.parametrize(
@@ -167,6 +205,17 @@ def test_ranks_may_read_each_others_memory(groups, tmp_path, count, layout, name
     budget.check(whole(name), found[0][0])
     # A forward and a backward.
     assert {steps for _, steps in found} == {2}
+
+
+@pytest.mark.parametrize(
+    ("count", "layout", "name"),
+    [(2, "documents", "sink"), (4, "zigzag", "causal"), (2, "contiguous", "window")],
+)
+def test_calls_that_take_two_lanes_in_turn_give_the_same(groups, tmp_path, count, layout, name):
+    """Local calls come first or last there, and gradients are summed after them."""
+    found = groups(count).run(by_reading, CASES[name], layout, tmp_path, True)
+    budget.check(whole(name), found[0][0])
+    assert all(uses >= 2 for _, uses in found)
 
 
 def test_rows_that_are_no_wide_words_are_read_too(groups, tmp_path):

@@ -19,6 +19,7 @@ from heedful.core.planning.splits import (
     choose_splits,
     programs_of_known_parts,
     programs_of_parts,
+    seen_keys,
 )
 from heedful.core.registry.tiles import (
     CONSUMER_ROWS,
@@ -508,15 +509,19 @@ def _backward_splits(
     device: DeviceSpec,
     tiles: int,
     q_blocks: int,
+    stored_k: int,
 ) -> int:
     """How many splits the visits of a key tile have. Packed sequences have at least `tiles` tiles,
     each of any length up to the longest's, whatever the mask."""
     if config.splits:
         return config.splits
-    is_triangle = problem.mask.right >= 0 and problem.mask.left < 0
-    is_triangle |= problem.varlen_k
     units = device.units // config.programs
-    return choose_backward_splits(tiles, q_blocks * problem.group, units, is_triangle)
+    if problem.varlen_k:
+        return choose_backward_splits(tiles, q_blocks * problem.group, units, 0)
+    mask, blocks = problem.mask, (config.block_m, config.block_n)
+    seen = seen_keys(problem.seqlen_q, stored_k, *blocks, mask.left, mask.right)
+    whole = seen.whole * problem.batch * problem.heads_k
+    return choose_backward_splits(tiles, seen.visits * problem.group, units, whole)
 
 
 def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
@@ -543,8 +548,8 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
     heads = larger(1, smaller(heads, all_heads))
     least_tiles = tiles
     if problem.total_k is not None:
-        least_tiles = problem.total_k // config.block_n * problem.heads_k
-    splits = _backward_splits(config, problem, plan.device, least_tiles, q_blocks)
+        least_tiles = larger(1, problem.total_k // config.block_n * problem.heads_k)
+    splits = _backward_splits(config, problem, plan.device, least_tiles, q_blocks, stored_k)
     last = 1
     if config.heads_innermost:
         last = heads

@@ -215,26 +215,54 @@ BACKWARD_WORTH = 0.9
 
 @opaque
 @lru_cache(4096)
-def choose_backward_splits(tiles: int, visits: int, units: int, is_triangle: bool) -> int:
+def choose_backward_splits(tiles: int, visits: int, units: int, whole: int) -> int:
     """Into how many splits to cut the visits of a key tile, so that work tiles fill the device
-    evenly. tiles: key tiles of all heads. visits: those of a key tile that every query sees.
-    is_triangle: tiles have any length up to the longest, as under a causal mask, and are drawn the
-    longest first; else they are equal, and fill the device in waves.
+    evenly. tiles: key tiles of all heads. visits: those of the longest. whole: how many tiles are
+    as long, or nearly; the others have any length up to the longest, as keys under the diagonal of
+    a causal mask. Tiles are drawn the longest first.
     """
 
     def time(splits: int) -> float:
         beside = SPLIT_VISITS if splits > 1 else TILE_VISITS
-        programs = tiles * splits
-        if not is_triangle:
-            return -(-programs // units) * (-(-visits // splits) + beside)
-        longest = visits / splits
-        times = [longest + beside, programs * (longest / 2 + beside) / units]
-        if programs > units:
-            # The program that drew the shortest tile of the first wave draws the longest of the
-            # second. With two waves or more the mean above is no less than that.
-            times.append(2 * (longest * (1 - units / programs) + beside))
+        programs, full = tiles * splits, whole * splits
+        longest = -(-visits // splits) if whole else visits / splits
+
+        def length(place: int) -> float:
+            return longest * (1 - max(0, place - full) / max(1, programs - full)) + beside
+
+        times = [(longest * (full + programs) / 2 + programs * beside) / units]
+        # A program that draws the first tile of a wave has drawn one of each wave before, none of
+        # them shorter. The last wave with a whole tile and the next take longest.
+        last = max(0, full - 1) // units
+        for wave in (0, last, last + 1):
+            if wave * units < programs:
+                times.append((wave + 1) * length(wave * units))
         return max(times)
 
     counts = range(1, max(1, min(MAX_BACKWARD_SPLITS, visits)) + 1)
     best = min(map(time, counts))
     return next(n for n in counts if time(n) * BACKWARD_WORTH <= best)
+
+
+class Seen(NamedTuple):
+    """What a mask leaves of a sequence's key tiles to a backward. visits: query tiles of the
+    longest; whole: how many key tiles have as many."""
+
+    visits: int
+    whole: int
+
+
+def seen_keys(
+    queries: int, keys: int, block_m: int, block_n: int, left: int, right: int
+) -> Seen:
+    """Of one sequence whose last query lies on its last key. left, right: the mask's bounds, -1
+    for none."""
+    visits, tiles = -(-queries // block_m), -(-keys // block_n)
+    if right < 0:
+        return Seen(visits, tiles)
+    if left >= 0:
+        # Each key is seen from as many places, beside the ends.
+        return Seen(smaller(visits, (block_n + left + right - 1) // block_m + 1), tiles)
+    # All queries see the keys that lie before them.
+    visits = smaller(visits, -(-(keys + right) // block_m))
+    return Seen(visits, smaller(tiles, larger(0, keys - queries + right) // block_n))

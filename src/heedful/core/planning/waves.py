@@ -12,7 +12,12 @@ from heedful.core.base.device import DeviceSpec
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
-from heedful.core.planning.splits import SPLIT_VISITS, TILE_VISITS, choose_backward_splits
+from heedful.core.planning.splits import (
+    SPLIT_VISITS,
+    TILE_VISITS,
+    choose_backward_splits,
+    seen_keys,
+)
 from heedful.core.registry.tiles import (
     CONSUMER_ROWS,
     HopperBackwardConfig,
@@ -86,10 +91,12 @@ def most_scores(shape: Shape, lengths: Lengths, backward: bool) -> float:
     visits = [count * group for count in _columns(lengths, config)]
     splits = 1
     if isinstance(config, HopperBackwardConfig) and visits:
-        queries = -(-max(lengths.queries) // config.block_m) * group
-        is_triangle = lengths.kind != "window" and lengths.window[1] >= 0
-        is_triangle |= lengths.kind == "packed"
-        splits = choose_backward_splits(len(visits) * heads, queries, units, is_triangle)
+        most, whole = -(-max(lengths.queries) // config.block_m), 0
+        if lengths.kind != "packed":
+            sizes = lengths.queries[0], lengths.keys[0], config.block_m, config.block_n
+            most, whole = seen_keys(*sizes, *lengths.window[:2])
+        counts = len(visits) * heads, most * group, units, whole * heads
+        splits = choose_backward_splits(*counts)
     beside = SPLIT_VISITS if splits > 1 else TILE_VISITS
     return _slowest([(n / splits + beside) * each for n in visits], heads * splits, units)
 

@@ -70,36 +70,36 @@ def test_what_is_chosen_is_near_the_best_that_was_recorded(row):
 
 def test_tiles_that_fill_the_device_are_not_split():
     for visits in (8, 64, 1024):
-        for is_triangle in (False, True):
-            assert choose_backward_splits(132 * 16, visits, 132, is_triangle) == 1
+        for whole in (0, 132 * 5, 132 * 16):
+            assert choose_backward_splits(132 * 16, visits, 132, whole) == 1
 
 
 @pytest.mark.parametrize("tiles, visits", [(0, 64), (64, 0), (0, 0)])
 def test_nothing_to_do_is_not_split(tiles, visits):
-    assert choose_backward_splits(tiles, visits, 132, False) == 1
+    assert choose_backward_splits(tiles, visits, 132, tiles) == 1
 
 
 def test_no_split_is_without_a_visit_of_a_whole_tile():
     for visits in range(1, 20):
-        for is_triangle in (False, True):
-            assert 1 <= choose_backward_splits(1, visits, 132, is_triangle) <= visits
+        for whole in (0, 1):
+            assert 1 <= choose_backward_splits(1, visits, 132, whole) <= visits
 
 
 @pytest.mark.parametrize(
-    ("tiles", "visits", "units", "is_triangle", "parts"),
+    ("tiles", "visits", "units", "whole", "parts"),
     [
-        (48, 128, 132, True, 4),
-        (48, 9, 132, True, 1),
-        (33, 9, 132, False, 3),
-        (1, 31, 132, False, 16),
+        (48, 128, 132, 0, 4),
+        (48, 9, 132, 0, 1),
+        (33, 9, 132, 33, 3),
+        (1, 31, 132, 1, 16),
         # Below the most: beside its visits, what a part writes counts too.
-        (0, 31, 132, True, 11),
-        (1, 8, 7, True, 5),
+        (1, 31, 132, 0, 11),
+        (1, 8, 7, 0, 5),
     ],
 )
-def test_parts_are_as_recorded(tiles, visits, units, is_triangle, parts):
+def test_parts_are_as_recorded(tiles, visits, units, whole, parts):
     """Every term of the time that is estimated decides one of these."""
-    assert choose_backward_splits(tiles, visits, units, is_triangle) == parts
+    assert choose_backward_splits(tiles, visits, units, whole) == parts
 
 
 def test_scratch_and_programs_are_those_of_all_splits():

@@ -91,7 +91,7 @@ BACKWARD = [
         {**NARROW, "seqlen_k": 64},
         [
             "hopper.backward_prologue 256 q_blocks=16",
-            "hopper.backward 128 tiles=8 key_blocks=1 l2_heads=8 l2_groups=0 splits=16",
+            "hopper.backward 48 tiles=8 key_blocks=1 l2_heads=8 l2_groups=0 splits=6",
             "hopper.backward_epilogue 264 q_blocks=16 k_blocks=1",
         ],
     ),
