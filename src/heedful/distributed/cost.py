@@ -11,7 +11,7 @@ from math import ceil
 
 from heedful.core.base.device import by_name
 from heedful.core.call.spread import BLOCK, Mask, spread_heads
-from heedful.core.planning.waves import Lengths, Shape, most_scores
+from heedful.core.planning.waves import Lengths, Shape, most_scores, most_together
 from heedful.distributed.layouts import LAYOUTS, Layout
 from heedful.distributed.schedules import Call, Crossing, Schedule, calls_of, crossing
 
@@ -80,15 +80,23 @@ def shape_of(heads: tuple[int, int], dims: tuple[int, int], size: int) -> Shape:
 
 
 def call_time(shape: Shape, lengths: Lengths, backward: bool) -> float:
-    """Seconds of a call alone. The backward has five products where the forward has two, and its
-    other kernels read out and dout, and clear, read and round sums of dQ."""
-    work = most_scores(shape, lengths, backward) * SMS * sum(shape.dims)
-    if not backward:
-        return work * 2 / FLOPS
+    """Seconds of a call alone."""
+    work = seconds_of(most_scores(shape, lengths, backward), shape, backward)
+    return work + (_rest(shape, lengths) if backward else 0.0)
+
+
+def seconds_of(scores: float, shape: Shape, backward: bool) -> float:
+    """Seconds of the SM with most work. The backward has five products, the forward two."""
+    work = scores * shape.device.units * sum(shape.dims)
+    return work * 5 / BACKWARD_FLOPS if backward else work * 2 / FLOPS
+
+
+def _rest(shape: Shape, lengths: Lengths) -> float:
+    """Seconds of a backward's other kernels, which read out and dout, and clear, read and round
+    sums of dQ."""
     size = 4 if shape.dtype == "float32" else 2
     row = 2 * size * shape.dims[1] + (8 + size) * shape.dims[0]
-    rows = sum(lengths.queries) * shape.heads[0]
-    return work * 5 / BACKWARD_FLOPS + rows * row / MEMORY
+    return sum(lengths.queries) * shape.heads[0] * row / MEMORY
 
 
 def _lengths(call: Call) -> Lengths:
@@ -122,7 +130,8 @@ def gather(
             row = sum(dims) * size * heads[1]
             arrive = received * row / link
             first = 0.0 if is_hidden else arrive * sizes[0] / heads[1]
-            work = _by_groups(calls_of(layout, mask, rank), heads, dims, size, sizes, backward)
+            told = calls_of(layout, mask, rank), heads, dims, size, sizes, backward
+            work = _in_lanes(*told, is_hidden) if copies else _by_groups(*told)
             rest = max(work, arrive - first)
             last = arrive * min(sizes) / heads[1] if backward else 0.0
             # Own rows are packed; gradients are read, those of others too, and written.
@@ -149,6 +158,30 @@ def _by_groups(
             shape = shape_of((count * group, count), dims, size)
             total += call_time(shape, _lengths(call), backward)
     return total
+
+
+def _in_lanes(
+    calls: Sequence[Call],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    size: int,
+    sizes: Sequence[int],
+    backward: bool,
+    is_hidden: bool,
+) -> float:
+    """`_by_groups` of calls that take two streams in turn, local ones first if they hide the
+    transfer, else last: only the last call's tiles leave SMs idle."""
+    group, told = heads[0] // heads[1], []
+    for call in calls:
+        for count in (heads[1],) if call.is_local else sizes:
+            shape = shape_of((count * group, count), dims, size)
+            told.append((call.is_local == is_hidden, shape, _lengths(call)))
+    told.sort(key=lambda each: not each[0])
+    if not told:
+        return 0.0
+    each = tuple((shape, lengths) for _, shape, lengths in told)
+    work = seconds_of(most_together(each, backward), each[0][0], backward)
+    return work + (sum(_rest(*call) for call in each) if backward else 0.0)
 
 
 def heads(

@@ -252,9 +252,7 @@ class Seen(NamedTuple):
     whole: int
 
 
-def seen_keys(
-    queries: int, keys: int, block_m: int, block_n: int, left: int, right: int
-) -> Seen:
+def seen_keys(queries: int, keys: int, block_m: int, block_n: int, left: int, right: int) -> Seen:
     """Of one sequence whose last query lies on its last key. left, right: the mask's bounds, -1
     for none."""
     visits, tiles = -(-queries // block_m), -(-keys // block_n)

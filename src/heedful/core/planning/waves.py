@@ -26,7 +26,7 @@ from heedful.core.registry.tiles import (
 )
 
 # With more work tiles on each SM the last one hardly counts.
-_FEW = 8
+_FEW = 64
 
 
 @dataclass(frozen=True)
@@ -78,27 +78,42 @@ def tiles(shape: Shape, kind: str) -> tuple[TileConfig, TileConfig]:
     return made.configs[forward], made.configs[backward]
 
 
-@lru_cache(maxsize=4096)
 def most_scores(shape: Shape, lengths: Lengths, backward: bool) -> float:
     """The scores of one head that the SM with most work computes, hidden ones of its tiles
     included. In a backward work tiles are of keys, and cost what `choose_backward_splits` takes
     them to cost."""
+    return most_together(((shape, lengths),), backward)
+
+
+@lru_cache(maxsize=4096)
+def most_together(calls: tuple[tuple[Shape, Lengths], ...], backward: bool) -> float:
+    """`most_scores` of calls, each of which begins where the last tiles of the one before leave SMs
+    idle."""
+    busy: list[float] = []
+    for shape, lengths in calls:
+        busy = _busy(*_work(shape, lengths, backward), busy or [0.0] * shape.device.units)
+    return max(busy, default=0.0)
+
+
+@lru_cache(maxsize=4096)
+def _work(shape: Shape, lengths: Lengths, backward: bool) -> tuple[tuple[float, ...], int]:
+    """The scores of work tiles, the largest first, and how often each of them comes."""
     config = tiles(shape, lengths.kind)[backward]
-    units, heads = shape.device.units, shape.heads[backward]
+    heads = shape.heads[backward]
     if not backward:
-        return _slowest([*_rows(lengths, config)], heads, units)
+        return tuple(sorted(_rows(lengths, config), reverse=True)), heads
     each, group = config.block_m * config.block_n, shape.heads[0] // shape.heads[1]
-    visits = [count * group for count in _columns(lengths, config)]
+    visits = sorted((count * group for count in _columns(lengths, config)), reverse=True)
     splits = 1
     if isinstance(config, HopperBackwardConfig) and visits:
         most, whole = -(-max(lengths.queries) // config.block_m), 0
         if lengths.kind != "packed":
             sizes = lengths.queries[0], lengths.keys[0], config.block_m, config.block_n
             most, whole = seen_keys(*sizes, *lengths.window[:2])
-        counts = len(visits) * heads, most * group, units, whole * heads
+        counts = len(visits) * heads, most * group, shape.device.units, whole * heads
         splits = choose_backward_splits(*counts)
     beside = SPLIT_VISITS if splits > 1 else TILE_VISITS
-    return _slowest([(n / splits + beside) * each for n in visits], heads * splits, units)
+    return tuple((n / splits + beside) * each for n in visits), heads * splits
 
 
 def _rows(lengths: Lengths, config: TileConfig) -> Iterator[int]:
@@ -132,13 +147,23 @@ def _columns(lengths: Lengths, config: TileConfig) -> Iterator[int]:
             yield -(-end // config.block_m) - begin // config.block_m if end > begin else 0
 
 
-def _slowest(work: list[float], times: int, units: int) -> float:
-    """The most of one SM, if each takes the largest that is left whenever it is done. work: each of
-    it comes so many times."""
-    mean, longest = sum(work) * times / units, max(work, default=0.0)
+def _busy(work: tuple[float, ...], times: int, busy: list[float]) -> list[float]:
+    """How much each SM then has, the least first, if whoever is done first takes the largest that
+    is left. work: the largest first; each of it comes so many times. busy: what each had before,
+    the least first."""
+    units = len(busy)
     if len(work) * times > _FEW * units:
-        return max(mean, longest)
-    busy = [0.0] * units
-    for each in sorted(work * times, reverse=True):
-        heapq.heapreplace(busy, busy[0] + each)
-    return max(busy)
+        mean = (sum(work) * times + sum(busy)) / units
+        return [max(mean, work[0])] * units
+    drawn = [each for each in work for _ in range(times)]
+    while drawn:
+        if len(drawn) < units or busy[-1] > busy[0] + drawn[0]:
+            # Some may have been done before others began.
+            heapq.heapify(busy)
+            for each in drawn[:units]:
+                heapq.heapreplace(busy, busy[0] + each)
+            busy.sort()
+        else:
+            busy = sorted(map(sum, zip(busy, drawn[:units], strict=True)))
+        drawn = drawn[units:]
+    return busy
