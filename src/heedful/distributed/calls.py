@@ -86,7 +86,7 @@ class Lanes:
         return event
 
     def keep(self, made: Tensor, index: int) -> Tensor:
-        """What was made on a lane, and is used after `join`."""
+        """A tensor that was made on a lane, and is used after `join`."""
         if self._main is not None and index % self.count:
             made.record_stream(self._main)
         return made

@@ -211,9 +211,9 @@ def _fixed(on: OnDevice, index: int, group: Group, is_placed: bool, drops: bool)
 
 @dataclass(frozen=True)
 class Part:
-    """Of a step: heads; their keys, which have arrived on the current stream, or None if they are
-    this rank's; the calls, which may be none: others wait for gradients all the same; and its
-    number, by which it has a lane."""
+    """Calls of a step. group, keys: their heads, and their keys, None if these are this rank's;
+    calls: there may be none, but others wait for gradients all the same; index: by which it has a
+    lane, on which its keys have arrived."""
 
     group: Group
     keys: Keys | None
@@ -241,8 +241,9 @@ class Step:
         return cls(made, on, shared, *told)
 
     def lanes(self, like: Tensor) -> Lanes:
-        """Streams for its calls, which begin after what the current one has now. What both use must
-        have been made before: later memory of one may be what its last kernels still use."""
+        """Streams for its calls, which begin after what the current one has now. Tensors that both
+        use must have been made before: later memory of one may be what its last kernels still
+        use."""
         has_two = self.shared is not None and like.device.type == "cuda"
         return Lanes(like.device, LANES if has_two else 1)
 
@@ -382,7 +383,7 @@ def backward(
                 locally = lanes.mark()
                 continue
             keys.send()
-        # The one before has arrived meanwhile. What local calls find comes first.
+        # The one before has arrived meanwhile. It is added to what local calls find.
         if locally is not None or not count or lanes.count == 1:
             finish(sent)
             sent = []

@@ -15,11 +15,10 @@ from heedful.core.base.symbols import if_above, larger, smaller
 from heedful.core.call.problem import ITEM_BITS, LATENT_ROWS, AttentionProblem
 from heedful.core.planning.splits import (
     asked_splits,
-    choose_backward_splits,
+    backward_splits,
     choose_splits,
     programs_of_known_parts,
     programs_of_parts,
-    seen_keys,
 )
 from heedful.core.registry.tiles import (
     CONSUMER_ROWS,
@@ -503,27 +502,6 @@ def references(problem: AttentionProblem) -> tuple[Workspace, Workspace]:
     return Workspace.of("reference", *rows), Workspace.of("factor", *rows)
 
 
-def _backward_splits(
-    config: HopperBackwardConfig,
-    problem: AttentionProblem,
-    device: DeviceSpec,
-    tiles: int,
-    q_blocks: int,
-    stored_k: int,
-) -> int:
-    """How many splits the visits of a key tile have. Packed sequences have at least `tiles` tiles,
-    each of any length up to the longest's, whatever the mask."""
-    if config.splits:
-        return config.splits
-    units = device.units // config.programs
-    if problem.varlen_k:
-        return choose_backward_splits(tiles, q_blocks * problem.group, units, 0)
-    mask, blocks = problem.mask, (config.block_m, config.block_n)
-    seen = seen_keys(problem.seqlen_q, stored_k, *blocks, mask.left, mask.right)
-    whole = seen.whole * problem.batch * problem.heads_k
-    return choose_backward_splits(tiles, seen.visits * problem.group, units, whole)
-
-
 def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
     """A work tile is a key tile of a KV head. Sums of dQ have rows for whole tiles of queries. For
     packed queries, whose lengths only the device knows, there are as many as there can be."""
@@ -549,7 +527,9 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
     least_tiles = tiles
     if problem.total_k is not None:
         least_tiles = larger(1, problem.total_k // config.block_n * problem.heads_k)
-    splits = _backward_splits(config, problem, plan.device, least_tiles, q_blocks, stored_k)
+    splits = config.splits or backward_splits(
+        problem, plan.device.units // config.programs, least_tiles, (rows, config.block_n), stored_k
+    )
     last = 1
     if config.heads_innermost:
         last = heads

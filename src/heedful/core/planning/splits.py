@@ -245,16 +245,16 @@ def choose_backward_splits(tiles: int, visits: int, units: int, whole: int) -> i
 
 
 class Seen(NamedTuple):
-    """What a mask leaves of a sequence's key tiles to a backward. visits: query tiles of the
-    longest; whole: how many key tiles have as many."""
+    """The visits of a sequence's key tiles that a mask leaves. visits: query tiles of the longest;
+    whole: how many key tiles have as many."""
 
     visits: int
     whole: int
 
 
 def seen_keys(queries: int, keys: int, block_m: int, block_n: int, left: int, right: int) -> Seen:
-    """Of one sequence whose last query lies on its last key. left, right: the mask's bounds, -1
-    for none."""
+    """`Seen` of one sequence, whose last query lies on its last key. left, right: the mask's
+    bounds, -1 for none."""
     visits, tiles = -(-queries // block_m), -(-keys // block_n)
     if right < 0:
         return Seen(visits, tiles)
@@ -264,3 +264,18 @@ def seen_keys(queries: int, keys: int, block_m: int, block_n: int, left: int, ri
     # All queries see the keys that lie before them.
     visits = smaller(visits, -(-(keys + right) // block_m))
     return Seen(visits, smaller(tiles, larger(0, keys - queries + right) // block_n))
+
+
+def backward_splits(
+    problem: AttentionProblem, units: int, tiles: int, blocks: tuple[int, int], stored_k: int
+) -> int:
+    """How many splits the visits of a key tile have. tiles: the fewest of all heads; packed
+    sequences have tiles of any length up to the longest's, whatever the mask. blocks: rows and keys
+    of a tile."""
+    if problem.varlen_k:
+        visits = -(-problem.seqlen_q // blocks[0])
+        return choose_backward_splits(tiles, visits * problem.group, units, 0)
+    mask = problem.mask
+    seen = seen_keys(problem.seqlen_q, stored_k, *blocks, mask.left, mask.right)
+    whole = seen.whole * problem.batch * problem.heads_k
+    return choose_backward_splits(tiles, seen.visits * problem.group, units, whole)

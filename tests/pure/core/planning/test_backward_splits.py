@@ -2,6 +2,7 @@
 measured: measurements/hopper-backward/028-splits.csv."""
 
 import csv
+import heapq
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,12 @@ from heedful.core.base.device import by_name
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
-from heedful.core.planning.splits import BACKWARD_WORTH, choose_backward_splits
+from heedful.core.planning.splits import (
+    BACKWARD_WORTH,
+    SPLIT_VISITS,
+    TILE_VISITS,
+    choose_backward_splits,
+)
 from heedful.core.registry.by_hand import forced
 from heedful.launch.prebuild import compiling
 
@@ -125,3 +131,29 @@ def test_a_window_is_no_triangle_and_packed_sequences_are_one():
     )
     assert [splits(p) for p in (long, windowed, packed)] == [4, 2, 4]
     assert splits(replace(packed, mask=MaskSpec.of(False))) == 4
+
+
+def busiest(visits: list[int], parts: int) -> float:
+    """Visits of the SM with most, if each takes the longest part that is left."""
+    busy, beside = [0.0] * DEVICE.units, SPLIT_VISITS if parts > 1 else TILE_VISITS
+    for count in sorted(visits, reverse=True):
+        for _ in range(parts):
+            heapq.heapreplace(busy, busy[0] + count / parts + beside)
+    return max(busy)
+
+
+@pytest.mark.parametrize("chunk", [4096, 8192])
+@pytest.mark.parametrize("before", range(8))
+def test_chunks_of_a_long_document_take_the_busiest_SM_no_longer_than_their_best_parts(
+    chunk, before
+):
+    """Queries of a zigzag chunk over all keys up to its end, for one KV head: those of four ranks.
+    Only keys of the chunk itself are a triangle."""
+    keys = (before + 1) * chunk
+    wanted = AttentionProblem.dense(1, chunk, keys, 4, 1, 128, causal=True, needs_grad=True)
+    visits = [
+        4 * sum(row + 63 + keys - chunk >= column for row in range(0, chunk, 64))
+        for column in range(0, keys, 128)
+    ]
+    times = [busiest(visits, parts) for parts in range(1, 9)]
+    assert busiest(visits, splits(wanted)) <= WORST * min(times)
