@@ -20,6 +20,9 @@ from heedful.distributed.exchange import Exchange, copy, head_start, side_by_sid
 from heedful.distributed.plan import ContextPlan, OnDevice
 from heedful.distributed.schedules import Call
 
+# Whether keys before which no kernel runs are copied by a kernel.
+FIRST_BY_KERNEL = False
+
 
 @dataclass(frozen=True)
 class Group:
@@ -98,11 +101,16 @@ class Keys:
         else:
             part.pack(*words)
         self._exchange: Any = None
+        self._is_here = False
 
-    def begin(self, after: Any) -> None:
+    def begin(self, after: Any, is_first: bool = False) -> None:
         """Begins to get rows of the other ranks. after: the event of all having written theirs,
-        which are then copied."""
-        if self._exchange is not None:
+        which are then copied. is_first: no kernel runs before they have come."""
+        if self._exchange is not None or self._is_here:
+            return
+        if self._part is not None and is_first and FIRST_BY_KERNEL:
+            self._is_here = True
+            self._peers.pull_here(self._part.keys)
             return
         if self._part is not None:
             self._exchange = self._peers.pull(self._part.keys, after, True)
@@ -116,7 +124,8 @@ class Keys:
 
     def wait(self) -> None:
         """The current stream waits for the rows."""
-        self._exchange.wait()
+        if self._exchange is not None:
+            self._exchange.wait()
 
     def of(self, call: Call) -> tuple[Tensor, Tensor]:
         """k and v of a call, views."""
@@ -266,8 +275,8 @@ class Step:
             with lanes.on(index):
                 keys, after = self._packed(k, v)
                 if self.shared is None or backward:
-                    for found in keys:
-                        found.begin(after)
+                    for number, found in enumerate(keys):
+                        found.begin(after, not self.is_hidden and number == 0)
         remote = [*range(count, len(calls))]
         parts: list[Any] = [(found.group, found, remote) for found in keys]
         # On two lanes the short tiles of local calls go on where the long ones of others end.
@@ -277,7 +286,7 @@ class Step:
             with lanes.on(index):
                 if found is not None:
                     # Copies of a group are asked for after the kernel before it.
-                    found.begin(after)
+                    found.begin(after, not self.is_hidden and found is keys[0])
                     found.wait()
                 if keys and self.shared is None and number < len(parts):
                     # A kernel of this part and a transfer that is next may begin now.

@@ -128,6 +128,10 @@ class Mapped:
         size = math.prod(shape) * dtype.itemsize
         return every[begin : begin + size].view(dtype).view(shape)
 
+    def pull_here(self, pairs: Any) -> None:
+        for into, rows in pairs:
+            into.copy_(rows)
+
     def pull(self, pairs: Any, after: Any, of_keys: bool) -> Any:
         # At the latest moment.
         return SimpleNamespace(wait=lambda: [into.copy_(rows) for into, rows in pairs])
@@ -186,6 +190,7 @@ def by_reading(
         of_plan = import_module("heedful.distributed.plan")
         patch.setattr(of_plan, "peers_of", lambda group, size: (made, ""))
         beside = with_lanes(patch) if lanes else None
+        patch.setattr(gather, "FIRST_BY_KERNEL", lanes)
         found = computed(rank, count, case, "copy", layout)
     return found, made._steps if beside is None else beside.uses
 
