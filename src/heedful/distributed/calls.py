@@ -49,37 +49,58 @@ def _dense(given: Sequence[Tensor]) -> Any:
     return [x[None] if x.ndim == 3 else x for x in given]
 
 
-# Lanes of a step whose rows are copied.
-LANES = 2
-_BESIDE: dict[torch.device, torch.cuda.Stream] = {}
+_STREAMS: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
 
 class Lanes:
-    """The current stream, which is lane 0, and one beside it, so that work tiles of one call take
-    the SMs that the last tiles of another leave idle. Both begin after what the current stream has
-    now; `join` lets it wait for the other. One lane is the current stream alone."""
+    """Streams of a step. Lane 0 is the current one, and the other lane lies beside it, so that work
+    tiles of one call take the SMs that the last tiles of another leave idle. A third stream lies
+    aside: kernels there wait for SMs, or for other ranks, and no call waits for them. With one lane
+    all is the current stream.
+
+    `begin` says once after what the other streams begin; `join` lets lane 0 wait for them.
+    """
 
     def __init__(self, device: torch.device, count: int):
         self.count, self._device = count, device
-        self._main: Any = None
-        self._beside: Any = None
+        self._begin: Any = None
+        self._streams: tuple[Any, ...] = ()
+        self._used: list[Any] = []
         if count > 1:
-            self._main, self._begin = torch.cuda.current_stream(device), self.mark()
+            self._main = torch.cuda.current_stream(device)
+            if device not in _STREAMS:
+                _STREAMS[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._streams = _STREAMS[device]
+
+    def begin(self, event: Any) -> None:
+        """Other streams begin after this event, the first that is told."""
+        self._begin = self._begin or event
 
     def on(self, index: int) -> AbstractContextManager:
-        """Makes a lane the current stream, where parts of a step take lanes in turn."""
-        if self._main is None or index % self.count == 0:
+        """Makes a lane the current stream. index: parts of a step take lanes in turn."""
+        if not self._streams or index % self.count == 0:
             return nullcontext()
-        if self._beside is None:
-            self._beside = _BESIDE.get(self._device)
-            if self._beside is None:
-                self._beside = _BESIDE[self._device] = torch.cuda.Stream(self._device)
-            self._beside.wait_event(self._begin)
-        return torch.cuda.stream(self._beside)
+        return torch.cuda.stream(self._begun(self._streams[0]))
 
-    def mark(self) -> torch.cuda.Event | None:
-        """An event of all that the current stream has now; None where one lane needs none."""
-        if self.count == 1:
+    def aside(self, event: Any) -> AbstractContextManager:
+        """Makes the stream aside the current one, after an event of `mark`, or None."""
+        if not self._streams:
+            return nullcontext()
+        stream = self._begun(self._streams[1])
+        if event is not None:
+            stream.wait_event(event)
+        return torch.cuda.stream(stream)
+
+    def _begun(self, stream: Any) -> Any:
+        if stream not in self._used:
+            self._used.append(stream)
+            if self._begin is not None:
+                stream.wait_event(self._begin)
+        return stream
+
+    def mark(self) -> Any:
+        """An event of all that the current stream has now; None where there is no other."""
+        if not self._streams:
             return None
         event = torch.cuda.Event()
         event.record()
@@ -87,11 +108,11 @@ class Lanes:
 
     def keep(self, made: Tensor, index: int) -> Tensor:
         """A tensor that was made on a lane, and is used after `join`."""
-        if self._main is not None and index % self.count:
+        if self._streams and index % self.count:
             made.record_stream(self._main)
         return made
 
     def join(self) -> None:
-        """The current stream, lane 0, waits for the other."""
-        if self._main is not None and self._beside is not None:
-            self._main.wait_stream(self._beside)
+        """The current stream, lane 0, waits for the others."""
+        for stream in self._used:
+            self._main.wait_stream(stream)

@@ -23,6 +23,8 @@ FLOPS, BACKWARD_FLOPS = 755e12, 610e12
 SEND, COPY, LINK = 225e9, 350e9, 270e9
 # The same between hosts, of whose devices each has a link of 400 Gbit/s: assumed, not measured.
 BETWEEN_HOSTS, PER_HOST = 45e9, 8
+# Streams that calls of a step take in turn where rows are copied.
+LANES = 1
 DEVICE = by_name("H200")
 SMS = DEVICE.units
 # A collective's own time, in seconds.
@@ -131,7 +133,7 @@ def gather(
             arrive = received * row / link
             first = 0.0 if is_hidden else arrive * sizes[0] / heads[1]
             told = calls_of(layout, mask, rank), heads, dims, size, sizes, backward
-            work = _in_lanes(*told, is_hidden) if copies else _by_groups(*told)
+            work = _in_lanes(*told, is_hidden) if copies and LANES > 1 else _by_groups(*told)
             rest = max(work, arrive - first)
             last = arrive * min(sizes) / heads[1] if backward else 0.0
             # Own rows are packed; gradients are read, those of others too, and written.

@@ -13,15 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heedful.distributed import peers
-from heedful.distributed.calls import LANES, Lanes, attended, differentiated, placed
-from heedful.distributed.cost import head_groups
+from heedful.distributed import cost, peers
+from heedful.distributed.calls import Lanes, attended, differentiated, placed
 from heedful.distributed.exchange import Exchange, copy, head_start, side_by_side, words_of
 from heedful.distributed.plan import ContextPlan, OnDevice
 from heedful.distributed.schedules import Call
-
-# Whether keys before which no kernel runs are copied by a kernel.
-FIRST_BY_KERNEL = False
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ def kept_groups(
     key = heads, dims, size, backward, replayed
     kept = on.kept.get(key)
     if kept is None:
-        sizes, is_hidden = head_groups(on.schedule, heads, dims, size, backward, replayed)
+        sizes, is_hidden = cost.head_groups(on.schedule, heads, dims, size, backward, replayed)
         kept = on.kept[key] = _groups(sizes, heads), is_hidden
     return kept
 
@@ -101,16 +97,11 @@ class Keys:
         else:
             part.pack(*words)
         self._exchange: Any = None
-        self._is_here = False
 
-    def begin(self, after: Any, is_first: bool = False) -> None:
+    def begin(self, after: Any) -> None:
         """Begins to get rows of the other ranks. after: the event of all having written theirs,
-        which are then copied. is_first: no kernel runs before they have come."""
-        if self._exchange is not None or self._is_here:
-            return
-        if self._part is not None and is_first and FIRST_BY_KERNEL:
-            self._is_here = True
-            self._peers.pull_here(self._part.keys)
+        which are then copied."""
+        if self._exchange is not None:
             return
         if self._part is not None:
             self._exchange = self._peers.pull(self._part.keys, after, True)
@@ -124,8 +115,7 @@ class Keys:
 
     def wait(self) -> None:
         """The current stream waits for the rows."""
-        if self._exchange is not None:
-            self._exchange.wait()
+        self._exchange.wait()
 
     def of(self, call: Call) -> tuple[Tensor, Tensor]:
         """k and v of a call, views."""
@@ -254,7 +244,7 @@ class Step:
         use must have been made before: later memory of one may be what its last kernels still
         use."""
         has_two = self.shared is not None and like.device.type == "cuda"
-        return Lanes(like.device, LANES if has_two else 1)
+        return Lanes(like.device, cost.LANES if has_two else 1)
 
     def parts(self, rows: Rows, lanes: Lanes, backward: bool = False) -> Iterator[Part]:
         """One after the other."""
@@ -263,9 +253,11 @@ class Step:
         count = sum(call.is_local for call in calls)
         local = [(Group(slice(0, k.shape[1]), slice(0, q.shape[1])), None, [*range(count)])]
         local = local[: count > 0]
-        # A kernel of attention takes all SMs. Copies need none, so the first may begin before ranks
-        # have met; what is sent needs some.
-        if self.is_hidden and (lanes.count > 1 or not self.told):
+        # Local calls of a backward that hide the copies begin before ranks have met: its other
+        # kernels leave SMs idle. Where rows are sent, transfers need SMs before a kernel has all.
+        comes_first = lanes.count > 1 and backward
+        if self.is_hidden and (comes_first or not self.told):
+            lanes.begin(lanes.mark())
             for part in local:
                 yield Part(*part, index)
                 index += 1
@@ -274,9 +266,10 @@ class Step:
         if self.told:
             with lanes.on(index):
                 keys, after = self._packed(k, v)
+                lanes.begin(after)
                 if self.shared is None or backward:
-                    for number, found in enumerate(keys):
-                        found.begin(after, not self.is_hidden and number == 0)
+                    for found in keys:
+                        found.begin(after)
         remote = [*range(count, len(calls))]
         parts: list[Any] = [(found.group, found, remote) for found in keys]
         # On two lanes the short tiles of local calls go on where the long ones of others end.
@@ -286,7 +279,7 @@ class Step:
             with lanes.on(index):
                 if found is not None:
                     # Copies of a group are asked for after the kernel before it.
-                    found.begin(after, not self.is_hidden and found is keys[0])
+                    found.begin(after)
                     found.wait()
                 if keys and self.shared is None and number < len(parts):
                     # A kernel of this part and a transfer that is next may begin now.
@@ -369,9 +362,7 @@ def backward(
     def finish(parts: list[Part]) -> None:
         for part in parts:
             assert part.keys is not None
-            with lanes.on(part.index):
-                if locally is not None:
-                    locally.wait()
+            with lanes.aside(locally):
                 part.keys.finish(dk, dv)
 
     for part in step.parts((q, k, v), lanes, backward=True):
@@ -388,9 +379,11 @@ def backward(
                 found = differentiated(given, more, (dq[call.rows, heads], *into))
                 if found.dsink is not None:
                     dsinks.append((heads, lanes.keep(found.dsink, part.index)))
-            if keys is None:
-                locally = lanes.mark()
-                continue
+            done = lanes.mark()
+        if keys is None:
+            locally = done
+            continue
+        with lanes.aside(done):
             keys.send()
         # The one before has arrived meanwhile. It is added to what local calls find.
         if locally is not None or not count or lanes.count == 1:

@@ -169,13 +169,6 @@ class Peers:
         """A rank's bytes from `begin` on, which is a multiple of the dtype's size."""
         return self._handle.get_buffer(rank, list(shape), dtype, begin // dtype.itemsize)
 
-    def pull_here(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """`pull` by one kernel on the current stream, where no other wants its SMs: the host asks
-        once for all copies."""
-        if pairs:
-            into, rows = zip(*pairs, strict=True)
-            torch._foreach_copy_(into, rows)  # pyright: ignore[reportPrivateImportUsage]
-
     def pull(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Any, of_keys: bool) -> Copies:
         """Begins to copy another rank's contiguous rows, second of a pair, into the first, after an
         event."""

@@ -128,10 +128,6 @@ class Mapped:
         size = math.prod(shape) * dtype.itemsize
         return every[begin : begin + size].view(dtype).view(shape)
 
-    def pull_here(self, pairs: Any) -> None:
-        for into, rows in pairs:
-            into.copy_(rows)
-
     def pull(self, pairs: Any, after: Any, of_keys: bool) -> Any:
         # At the latest moment.
         return SimpleNamespace(wait=lambda: [into.copy_(rows) for into, rows in pairs])
@@ -169,7 +165,7 @@ def with_lanes(patch: pytest.MonkeyPatch) -> Stream:
     patch.setattr(torch.cuda, "stream", lambda stream: stream)
     patch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     patch.setattr(gather.Step, "lanes", lambda self, like: calls.Lanes(like.device, 2))
-    patch.setattr(calls, "_BESIDE", {})
+    patch.setattr(calls, "_STREAMS", {})
     return beside
 
 
@@ -190,7 +186,6 @@ def by_reading(
         of_plan = import_module("heedful.distributed.plan")
         patch.setattr(of_plan, "peers_of", lambda group, size: (made, ""))
         beside = with_lanes(patch) if lanes else None
-        patch.setattr(gather, "FIRST_BY_KERNEL", lanes)
         found = computed(rank, count, case, "copy", layout)
     return found, made._steps if beside is None else beside.uses
 
