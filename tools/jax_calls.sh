@@ -24,10 +24,10 @@ groups = tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]
 wanted = ("pytest==", "hypothesis==", "numpy==", "triton==")
 print(*(p.split(";")[0] for g in ("tools", "torch") for p in groups[g] if p.startswith(wanted)))')
   # shellcheck disable=SC2086
-  "${pip[@]}" install --group jax $pins
+  "${pip[@]}" install --no-compile --group jax $pins
   jax=$("$venv/bin/python" -c 'import jax; print(jax.__version__)')
   # Without what it depends on, which is CUDA.
-  "${pip[@]}" install --no-deps "jax-cuda13-plugin==$jax"
+  "${pip[@]}" install --no-compile --no-deps "jax-cuda13-plugin==$jax"
   touch "$venv/.ready"
 fi
 JAX_PLATFORMS=cpu PYTHONPATH=src "$venv/bin/python" -m pytest tests/compile/test_jax_calls.py

@@ -38,9 +38,10 @@ pip=("$venv/bin/python" -m pip --disable-pip-version-check -q)
 "${pip[@]}" install --upgrade 'pip>=25.1'
 say "installing torch and tools; the first time a few hundred MB and some minutes"
 
-# Says what pip does as it does it, a line a package that it fetches, and that it unpacks.
+# Says what pip does as it does it, a line a package that it fetches, and that it unpacks. It would
+# compile 14,000 modules to bytecode one after the other, 40 s; Python compiles what it imports.
 install() {
-  tools/ticks.sh set-up "${pip[@]}" -v install "$@" |
+  tools/ticks.sh set-up "${pip[@]}" -v install --no-compile "$@" |
     { grep --line-buffered -E '^ *(Downloading|Installing collected)|^set-up: [0-9]' || true; } |
     while read -r verb what; do
       case $verb in
