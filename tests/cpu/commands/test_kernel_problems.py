@@ -22,6 +22,7 @@ from heedful.core.base.device import by_name
 from heedful.core.call.problem import LATENT_ROWS
 from heedful.launch import prebuild, record
 from kernel_wheel import problems
+from support.problems.grids import in_turns
 from support.runs import standin
 
 H200, H100 = by_name("H200"), by_name("H100")
@@ -128,8 +129,11 @@ def listed() -> set[str]:
     return set(prebuild.kernels(problems.entries(groups), [H200, H100])[0])
 
 
-@pytest.mark.parametrize("device", [H200, H100], ids=lambda spec: spec.name)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name, device",
+    in_turns(CALLS, [H200, H100]),
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_calls_of_models_need_no_kernel_that_is_not_listed(name, device, listed, tmp_path):
     with standin.gpu(device.name), record.record(tmp_path / "list"):
         CALLS[name]()

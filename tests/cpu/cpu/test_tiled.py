@@ -21,6 +21,7 @@ from heedful.reference.philox import keep_mask
 from heedful.reference.sequences import sequences
 from support.problems.budget import backend_results, check, run
 from support.problems.cases import LAYOUTS, Case, build, variants
+from support.problems.grids import covering, in_turns
 from support.problems.strategies import cases
 
 # Longer than one tile of queries and of keys, and a multiple of nothing.
@@ -103,7 +104,7 @@ QUANTISED = [
 
 
 @pytest.mark.parametrize(
-    "case", [SHORT, *variants(SHORT, **CHOICES), *COMBINED, *RANGES, *BLOCKS], ids=str
+    "case", covering([SHORT, *variants(SHORT, **CHOICES), *COMBINED, *RANGES, *BLOCKS]), ids=str
 )
 def test_every_feature_is_within_budget(case):
     run(cpu, case)
@@ -338,8 +339,9 @@ def test_how_many_heads_share_a_tile_changes_no_bit(length, dtype, monkeypatch):
             assert a is b or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("scores", [256, 1024])
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (700, 0)])
+@pytest.mark.parametrize(
+    "window, scores", in_turns([(-1, -1), (-1, 0), (700, 0)], (256, 1024)), ids=str
+)
 def test_long_sequences_are_within_budget(window, scores, monkeypatch):
     """A machine uses one of these sizes of tiles, by its cache."""
     monkeypatch.setattr(blocks, "SCORES_PER_TILE", scores * 1024)

@@ -13,6 +13,7 @@ from heedful.jax.tiled import philox  # noqa: E402
 from heedful.reference.philox import keep_mask  # noqa: E402
 from support.problems.budget import run  # noqa: E402
 from support.problems.cases import Case, variants  # noqa: E402
+from support.problems.grids import covering  # noqa: E402
 from support.runs import jax_backend  # noqa: E402
 
 SHORT = Case(heads_q=6, heads_k=2, head_dim=24, head_dim_v=8)
@@ -69,7 +70,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", covering(CASES), ids=str)
 def test_a_case_is_within_its_error_budget(case):
     run(jax_backend, case)
 

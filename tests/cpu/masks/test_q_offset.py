@@ -1,5 +1,6 @@
 """q_offset places the diagonal of masks and ALiBi, whatever the lengths are."""
 
+from itertools import product
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import heedful.torch as typed
 from heedful.torch import attention_backward, explain
 from support.problems.budget import check
 from support.problems.cases import Case, build
+from support.problems.grids import in_turns
 from support.runs import jax_api, standin
 from support.runs.api import compiled, dense, results
 
@@ -28,18 +30,16 @@ MASKS = {
 LENGTHS = {"dense": {}, "used": {"used": "qk"}, "packed": {"varlen": "qk"}}
 
 
-@pytest.mark.parametrize("offset", [-5, 0, 30])
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("name", MASKS)
-def test_it_places_the_diagonal(name, lengths, offset):
+@pytest.mark.parametrize("kind, offset", in_turns(product(LENGTHS, MASKS), (-5, 0, 30)), ids=str)
+def test_it_places_the_diagonal(kind, offset):
+    lengths, name = kind
     facts = {"bottom_right": False, "shift": offset, **MASKS[name], **LENGTHS[lengths]}
     built = build(Case(seqlen_q=21, seqlen_k=30, heads_q=4, head_dim=16, **facts))
     check(built, results(built))
     check(built, jax_api.results(built))
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name, lengths", in_turns(MASKS, LENGTHS))
 def test_each_sequence_has_its_own(name, lengths):
     facts = {"q_offsets": True, **MASKS[name], **LENGTHS[lengths]}
     built = build(Case(batch=3, seqlen_q=21, seqlen_k=30, heads_q=4, head_dim=16, **facts))

@@ -2,6 +2,7 @@
 
 import ast
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ def name_of(file: Path) -> str:
     return ".".join(("heedful.kernels", *file.relative_to(KERNELS).with_suffix("").parts))
 
 
+@cache
 def imports(file: Path) -> set[Path]:
     """The kernels' modules that a file imports, by its syntax tree."""
     found = set()

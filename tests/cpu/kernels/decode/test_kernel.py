@@ -32,7 +32,7 @@ from heedful.launch.program import buffers as canonical
 from heedful.launch.spec import KernelCall, KernelRef, Pointer
 from support.problems import budget, far_scores
 from support.problems.cases import Case
-from support.problems.grids import in_turns
+from support.problems.grids import covering, in_turns
 from support.runs.decode_programs import TILES, UNITS, Interpreted
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 from support.runs.interpreter import run_call
@@ -119,7 +119,7 @@ CASES = (
 
 
 @interpreted
-@pytest.mark.parametrize("case, num_splits", in_turns(CASES, (0, 1, 3)), ids=str)
+@pytest.mark.parametrize("case, num_splits", covering(CASES, (0, 1, 3)), ids=str)
 def test_decode_is_within_the_budget(case, num_splits):
     budget.run(Interpreted(num_splits), case)
 
@@ -127,7 +127,7 @@ def test_decode_is_within_the_budget(case, num_splits):
 @interpreted
 @pytest.mark.parametrize(
     "case, num_splits",
-    in_turns(CASES, (1, 3, 0), each=2),
+    in_turns(CASES, (1, 3, 0), each=4),
     ids=str,
 )
 def test_tiles_of_8_rows_are_within_the_budget(case, num_splits):

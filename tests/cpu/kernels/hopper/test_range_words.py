@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from heedful.kernels.hopper.backward import mask
 from support.hopper.assembly import executed
 from support.hopper.hosted import Host
+from support.problems.grids import in_turns
 
 KEYS = 128
 
@@ -60,9 +61,11 @@ def hidden(words, queries: int, warp: int, lane: int, ranges: int) -> dict[tuple
     return {(mine[i], keys[i]): after[i] == 0 for i in range(count)}
 
 
-@pytest.mark.parametrize("queries", [64, 128])
-@pytest.mark.parametrize("ranges", [1, 2])
-@pytest.mark.parametrize("window", [{}, {"right": 0}, {"left": 90, "right": 30}], ids=str)
+@pytest.mark.parametrize(
+    "window, queries, ranges",
+    in_turns([{}, {"right": 0}, {"left": 90, "right": 30}], (64, 128), (1, 2)),
+    ids=str,
+)
 def test_a_thread_hides_what_no_range_shows(queries, ranges, window):
     rng = np.random.default_rng(queries + ranges)
     far = [-(2**31), -1, 0, 1, 127, 128, 129, 255, 256, 300, 2**31 - 1]

@@ -18,7 +18,7 @@ from heedful.torch.base.arrays import array_spec
 from heedful.torch.eager.cache_update import append_kv, rotate
 from support.problems import budget
 from support.problems.cases import Case, build
-from support.problems.grids import in_turns
+from support.problems.grids import covering
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 from support.runs.interpreter import interpret
 from support.runs.portable_programs import Interpreted
@@ -120,13 +120,13 @@ BOTH_WAYS = (
 
 
 @interpreted
-@pytest.mark.parametrize("case", BOTH_WAYS, ids=str)
+@pytest.mark.parametrize("case", covering(BOTH_WAYS), ids=str)
 def test_forward_and_gradients_are_within_the_budget(case):
     budget.run(Interpreted(TILES), case)
 
 
 @interpreted
-@pytest.mark.parametrize("case, num_splits", in_turns(FORWARD_ONLY, (1, 3)), ids=str)
+@pytest.mark.parametrize("case, num_splits", covering(FORWARD_ONLY, (1, 3)), ids=str)
 def test_forward_is_within_the_budget(case, num_splits):
     budget.run(Interpreted(TILES, num_splits), replace(case, backward=False))
 

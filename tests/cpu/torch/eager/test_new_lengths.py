@@ -204,8 +204,8 @@ def test_new_lengths_launch_what_a_plan_of_their_own_launches(name, monkeypatch)
                 return [("refused", str(error))]
             return [facts(launch) for launch in gpu.launches[before:]]
 
-        of_kinds = [launched(seed) for seed in range(120)]
-        for seed in range(0, 120, 3):
+        of_kinds = [launched(seed) for seed in range(60)]
+        for seed in range(0, 60, 3):
             forget()
             assert launched(seed) == of_kinds[seed], seed
 

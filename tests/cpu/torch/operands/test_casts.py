@@ -7,6 +7,7 @@ import torch
 
 import heedful.torch as heedful
 from heedful.torch.eager import calls
+from support.problems.grids import in_turns
 from support.runs.api import compiled, dense
 
 LONG, INT = torch.int64, torch.int32
@@ -65,8 +66,7 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name, traced", in_turns(STEPS, (True, False)))
 def test_a_step_over_a_cache_is_that_of_int32_and_float32(name, traced):
     more = STEPS[name] | {"cache_seqlens": torch.tensor([5, 6]), "sink": torch.randn(4).bfloat16()}
     plain = {

@@ -24,6 +24,9 @@ from heedful.core.registry.toolchain import Toolchain
 from heedful.launch.program import buffers
 from heedful.launch.program.programs import program, step
 
+# Ways of calls of each head dim, option and device.
+DRAWS = 40
+
 HEAD_DIMS = ((40, 40), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512))
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -141,7 +144,7 @@ def test_all_that_decides_bits_is_one_for_each_head_dim(dims, option, device, ba
     if option in ("float32", "e4m3") and dims[0] > 512:
         pytest.skip("no kernel takes these")
     rng, found = random.Random(f"{dims} {option} {device}"), {}
-    for _ in range(60):
+    for _ in range(DRAWS):
         problem, arrays, spec = drawn(rng, dims, OPTIONS[option], device)
         if taken_by(dims, option, device, backend) == "forward" and refused(problem, spec, backend):
             continue
