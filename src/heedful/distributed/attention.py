@@ -148,7 +148,7 @@ def _check_batch(q: Tensor, plan: ContextPlan) -> None:
 def _check(q, k, v, plan: ContextPlan, mask: Mask, dropout_p, seed, alibi_slopes, sink) -> None:
     for name, x, count in (("q", q, 0), ("k", k, 1), ("v", v, 1)):
         wanted = plan.tokens, plan.heads[count]
-        if x.ndim != 3 or tuple(x.shape[:2]) != wanted:
+        if x.ndim != 3 or x.shape[:2] != wanted:
             raise ValueError(
                 f"{name} must be ({wanted[0]}, {wanted[1]}, head_dim), the plan's tokens and heads"
                 f" on rank {plan.rank}, got {tuple(x.shape)}"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from heedful.distributed import cost, peers
-from heedful.distributed.calls import Lanes, attended, differentiated, placed
+from heedful.distributed.calls import Lanes, attended, differentiated, part_of, placed
 from heedful.distributed.exchange import Exchange, copy, head_start, side_by_side, words_of
 from heedful.distributed.plan import ContextPlan, OnDevice
 from heedful.distributed.schedules import Call
@@ -316,10 +316,10 @@ def forward(
         heads = part.group.queries
         for index in part.calls:
             call = on.schedule.calls[index]
-            given = q[call.rows, heads], *_keys_of(call, part.keys, k, v)
+            given = part_of(q, call.rows, heads), *_keys_of(call, part, k, v)
             more: dict[str, Any] = _arguments(options, on, index, part.group)
             with lanes.on(part.index):
-                found = attended(given, more, out[call.rows, heads])
+                found = attended(given, more, part_of(out, call.rows, heads))
                 if (lse := lses[index]) is None:
                     lses[index] = lanes.keep(found, part.index)
                 else:
@@ -336,8 +336,10 @@ def put_together(lses: Sequence[Tensor], on: OnDevice, like: Tensor) -> Tensor:
     return lse
 
 
-def _keys_of(call: Call, keys: Keys | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return (k[call.keys], v[call.keys]) if keys is None else keys.of(call)
+def _keys_of(call: Call, part: Part, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    if part.keys is not None:
+        return part.keys.of(call)
+    return part_of(k, call.keys, part.group.keys), part_of(v, call.keys, part.group.keys)
 
 
 def backward(
@@ -373,8 +375,9 @@ def backward(
                 call = on.schedule.calls[index]
                 more = _arguments(options, on, index, part.group)
                 more["dlse"] = None if dlse is None else dlse[heads, call.rows].contiguous()
-                given = [x[call.rows, heads] for x in (dout, q)]
-                given += [*_keys_of(call, keys, k, v), out[call.rows, heads], lses[index][heads]]
+                given = [part_of(x, call.rows, heads) for x in (dout, q)]
+                given += [*_keys_of(call, part, k, v), part_of(out, call.rows, heads)]
+                given.append(lses[index][heads])
                 into = (dk[call.keys], dv[call.keys]) if keys is None else places[index - count]
                 found = differentiated(given, more, (dq[call.rows, heads], *into))
                 if found.dsink is not None:
