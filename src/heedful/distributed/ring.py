@@ -1,12 +1,13 @@
 """The strategy "ring": a rank holds the keys of one other rank at a time, and those of the next are
 on their way beside the kernels (Ring Attention, arXiv 2310.01889).
 
-Parts of a query's attention are merged in float32; on GPUs each part's out has 16 bits. Gradients
-of parts, from out and lse of all keys, are summed in float32, in the order of steps. A sink enters
-the part with a row's own keys.
+Parts of a query's attention are float32, and are merged into float32 sums, which are rounded once.
+Gradients of parts, from out and lse of all keys, are summed in float32, in the order of steps. A
+sink enters the part with a row's own keys.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,18 +18,10 @@ from heedful.distributed.exchange import Exchange, head_start, side_by_side
 from heedful.distributed.grids import Side
 from heedful.distributed.plan import ContextPlan, StepsOnDevice
 from heedful.distributed.rings import Part, Step
+from heedful.torch import merge_into
 
 # A plan, or the ranks of a grid's column.
 Ranks = ContextPlan | Side
-
-
-def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merges the attention over other keys into float32 `out`, (rows, heads, dim), and `lse`,
-    (heads, rows). A row that sees none of them has -inf."""
-    weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0).T[..., None]
-    # A part of 16 bits is not copied to float32 as a whole.
-    torch.addcmul(out.mul_(1 - weight), part, weight, out=out)
-    torch.logaddexp(lse, part_lse, out=lse)
 
 
 def _exchange(
@@ -65,10 +58,16 @@ def _steps(
 
 
 def _calls(
-    on: StepsOnDevice, index: int, options: dict[str, Any]
+    on: StepsOnDevice, index: int, options: dict[str, Any], most: int = 0
 ) -> Iterator[tuple[Part, dict[str, Any]]]:
-    """The parts of a step, with the arguments of their calls but for tensors with rows."""
-    for part, cumulative in zip(on.steps[index].parts, on.cumulative[index], strict=True):
+    """The parts of a step, with the arguments of their calls but for tensors with rows. most: how
+    many rows a merged part may have, if that is any number."""
+    parts = (
+        (run, cumulative)
+        for part, cumulative in zip(on.steps[index].parts, on.cumulative[index], strict=True)
+        for run in _in_runs(part, most)
+    )
+    for part, cumulative in parts:
         made = options | {"window_size": part.window}
         head = made.pop("first_head", 0)
         if not part.is_own:
@@ -98,18 +97,34 @@ def forward(
     out = torch.empty(shape, dtype=torch.float32, device=q.device)
     lse = torch.empty((q.shape[1], len(q)), dtype=torch.float32, device=q.device)
     for index, keys, values in _steps(k, v, made, on):
-        for part, more in _calls(on, index, options):
-            rows = q[part.rows]
-            given = rows, keys[part.keys], values[part.keys]
-            # Hopper stores 16 bits; other kernels would be slow there.
-            exact = torch.float32 if q.device.type == "cpu" else q.dtype
-            found = rows.new_empty((len(rows), *shape[1:]), dtype=exact)
-            found_lse = attended(given, more, found)
+        # Results beside the sums take no more memory than 16 bits of all rows.
+        for part, more in _calls(on, index, options, most=-(-len(q) // 2)):
+            given = q[part.rows], keys[part.keys], values[part.keys]
             if part.is_own:
-                out[part.rows], lse[:, part.rows] = found, found_lse
-            else:
-                merge_into(out[part.rows], lse[:, part.rows], found, found_lse)
+                lse[:, part.rows] = attended(given, more, out[part.rows])
+                continue
+            found = torch.empty_like(out[part.rows])
+            found_lse = attended(given, more, found)
+            merge_into(out, lse, found, found_lse, begin=part.rows.start)
     return out.to(q.dtype), lse
+
+
+def _in_runs(part: Part, most: int) -> list[Part]:
+    """A part as parts of at most `most` rows, if that is any number and all rows see the same
+    keys."""
+    if not most or part.is_own or part.window != (-1, -1) or len(part.lengths_q) > 1:
+        return [part]
+    ((document, row, key),), rows = part.begins, part.rows
+    runs = [slice(a, min(a + most, rows.stop)) for a in range(rows.start, rows.stop, most)]
+    return [
+        replace(
+            part,
+            rows=run,
+            lengths_q=(run.stop - run.start,),
+            begins=((document, row + run.start - rows.start, key),),
+        )
+        for run in runs
+    ]
 
 
 class _Sums:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import heedful.torch as typed
+from heedful.torch.api import merge
 from support.hopper.device import ON_HOPPER
 from support.problems.budget import run
 from support.problems.cases import Case
@@ -83,9 +84,10 @@ def test_visits_of_keys_in_use_are_split_and_added():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", [None, "portable"])
-def test_sixteen_merges_in_place_are_within_the_budget(backend, dtype):
-    """Rows without keys hold NaN, and rows before those of the parts stay as they are."""
+@pytest.mark.parametrize("traced", [False, True], ids=["kernel", "torch"])
+def test_sixteen_merges_in_place_are_within_the_budget(traced, dtype, monkeypatch):
+    """By the kernel, and by torch's operations, which a traced call takes. Rows without keys hold
+    NaN, and rows before those of the parts stay as they are."""
 
     def draw(seed: int) -> InPlace:
         values = torch.Generator("cuda").manual_seed(seed)
@@ -97,8 +99,10 @@ def test_sixteen_merges_in_place_are_within_the_budget(backend, dtype):
         parts = [(5, out, lse) for out, lse in zip(outs, lses, strict=True)]
         return InPlace(empty, torch.full((8, 905), -torch.inf, device="cuda"), parts)
 
+    if traced:
+        monkeypatch.setattr(merge, "needs_dispatcher", lambda *_: True)
     merges = draw(0)
     for begin, part, part_lse in merges.parts:
-        heedful.merge_into(merges.out, merges.lse, part, part_lse, begin=begin, backend=backend)
+        heedful.merge_into(merges.out, merges.lse, part, part_lse, begin=begin)
     assert_in_place(draw, merges.out, merges.lse)
     assert not merges.out[:5].any() and (merges.lse[:, :5] == -torch.inf).all()

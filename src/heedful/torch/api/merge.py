@@ -97,7 +97,6 @@ def merge_into(
     part_lse: Tensor,
     *,
     begin: int = 0,
-    backend: str | None = None,
 ) -> None:
     """Merges the attention over other keys into `out` and `lse`, in place: running sums in float32,
     as a ring has them, whose parts may have fewer rows. `merge_attn_states` says what a merge is,
@@ -114,28 +113,30 @@ def merge_into(
         part_lse: float32 (batch, heads, rows) or (heads, rows). Neither lies in rows that are
             written.
         begin: the row of out, and of lse, that is the first of the part's.
-        backend: "portable" on a GPU: one kernel, which no GPU has run. By default torch's
-            operations.
 
     Raises:
         TypeError, ValueError: naming the argument, before anything is written.
     """
-    begin, count = _check_into(out, lse, part, part_lse, begin, backend)
+    begin, count = _check_into(out, lse, part, part_lse, begin)
     sums = out.narrow(-3, begin, count), lse.narrow(-1, begin, count)
     tensors = dict(zip(_INTO, (*sums, part, part_lse), strict=True))
     Apart(tensors, _INTO[:2]).check([tensor.data_ptr() for tensor in tensors.values()])
-    if backend is None:
+    if not part.numel():
+        return
+    if (
+        needs_dispatcher(out, part, lse)
+        or not are_bare(tensors.items())
+        or device_spec(out.device).vendor == "cpu"
+    ):
         _merge_into(*sums, part, part_lse)
-    elif device_spec(out.device).vendor == "cpu":
-        raise ValueError("backend='portable' cannot run on a CPU: no kernel for cpu")
-    elif part.numel():
-        arrays = (*sums, dense_rows(part), part_lse.contiguous())
-        specs: dict[str, ArraySpec] = dict(zip(_INTO, map(array_spec, arrays), strict=True))
-        run = INTO.of(tensor_keys(arrays), lambda: DeviceMergeInto(specs, out.device))
-        run(arrays)
+        return
+    arrays = (*sums, dense_rows(part), part_lse.contiguous())
+    specs: dict[str, ArraySpec] = dict(zip(_INTO, map(array_spec, arrays), strict=True))
+    run = INTO.of(tensor_keys(arrays), lambda: DeviceMergeInto(specs, out.device))
+    run(arrays)
 
 
-def _check_into(out, lse, part, part_lse, begin: Any, backend: Any) -> tuple[int, int]:
+def _check_into(out, lse, part, part_lse, begin: Any) -> tuple[int, int]:
     """The first row and the number of rows of the part of `merge_into`. Raises as it does."""
     check_tensor("out", out)
     check_dtype("out", out, "float32")
@@ -165,8 +166,6 @@ def _check_into(out, lse, part, part_lse, begin: Any, backend: Any) -> tuple[int
             "part must not require a gradient, as out is written in place (merge_attn_states has"
             " gradients), got tensors of which one does"
         )
-    if backend not in (None, "portable"):
-        raise ValueError(f"backend must be 'portable' or None, got {backend!r}")
     return begin, count
 
 

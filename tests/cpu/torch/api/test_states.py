@@ -108,8 +108,6 @@ def test_sixteen_merges_of_16_bit_parts_round_nothing_to_16_bits(rounds):
         ({"begin": -1}, "begin must be 0 to 5"),
         ({"out": torch.zeros(1, 2, 8).expand(9, 2, 8)}, "out must not be expanded"),
         ({"part": torch.zeros(4, 2, 8, requires_grad=True)}, "part must not require a gradient"),
-        ({"backend": "hopper"}, "backend must be 'portable' or None"),
-        ({"backend": "portable"}, "backend='portable' cannot run on a CPU"),
     ],
 )
 def test_a_merge_in_place_names_what_is_wrong_and_writes_nothing(change, words):

@@ -89,8 +89,7 @@ def test_a_merge_in_place_is_one_launch_and_within_the_budget(shape, dtype):
     for place, value in zip(places, (outs[0], lses[0]), strict=True):
         place.copy_(value)
     with standin.gpu(interprets=True) as machine:
-        more = {"begin": 2, "backend": "portable"}
-        heedful.merge_into(out[..., :heads, :], lse, outs[1].to(dtype), lses[1], **more)
+        heedful.merge_into(out[..., :heads, :], lse, outs[1].to(dtype), lses[1], begin=2)
     assert names(machine) == ["merge_part"]
     assert_in_budget(places, draw)
     assert out[..., :2, :, :].isnan().all() and out[..., heads, :].isnan().all()
