@@ -286,9 +286,9 @@ def _token_run(storage: torch.Tensor, token: int, count: int) -> torch.Tensor:
 
 def is_scattered(x: Operands) -> bool:
     """Whether any sequence is not a whole row of (B, S, ...) storage, shares one, or has a diagonal
-    of its own."""
+    or a place in the mask of dropout of its own."""
     places = (x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k)
-    places += (x.block_table, x.kv_batch_idx, x.leftpad_k, x.q_offsets)
+    places += (x.block_table, x.kv_batch_idx, x.leftpad_k, x.q_offsets, x.origins)
     return any(place is not None for place in places)
 
 

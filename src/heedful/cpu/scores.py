@@ -298,15 +298,11 @@ class Tiles:
 
     def dropped(self, block: Block, rows: range, cols: range) -> torch.Tensor:
         """Which probabilities dropout takes: bool (B G, R M, N)."""
-        keep = keep_tile(
-            self.seed,
-            self.problem.dropout_p,
-            block.batches,
-            block.query_heads,
-            rows,
-            cols,
-            self.problem.dropout_origin,
-        )
+        batches, origin = block.batches, self.problem.dropout_origin
+        if block.seq is not None:
+            batches, origin = range(1), block.seq.origin
+        which = self.seed, self.problem.dropout_p, batches, block.query_heads, rows, cols
+        keep = keep_tile(*which, origin)
         return ~keep.reshape(block.heads, -1, len(cols))
 
     def _distance(self, block: Block, rows: range, cols: range) -> torch.Tensor:

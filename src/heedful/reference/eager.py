@@ -188,7 +188,7 @@ def _drop(problem: AttentionProblem, x: Operands, seq: Sequence, device) -> torc
         return torch.ones((), device=device)
     sizes = (problem.heads_q, seq.len_q, seq.len_k)
     seed, p = int(x.seed.reshape(-1)[0]), problem.dropout_p
-    keep = keep_mask(seed, p, seq.batch, *sizes, problem.dropout_origin)
+    keep = keep_mask(seed, p, 0, *sizes, seq.origin)
     return torch.from_numpy((keep * keep_scale(p)).astype(np.float32)).to(device)
 
 

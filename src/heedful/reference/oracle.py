@@ -226,9 +226,9 @@ def _block(problem: AttentionProblem, x: Operands, seq: Sequence, kv_heads: slic
     if problem.dropout_p > 0:
         sizes = (heads.stop - heads.start, seq.len_q, seq.len_k)
         seed, p = int(np.asarray(x.seed).reshape(-1)[0]), problem.dropout_p
-        batch, head, row, col = problem.dropout_origin
+        batch, head, row, col = seq.origin
         origin = (batch, head + heads.start, row, col)
-        drop_HMN = keep_mask(seed, p, seq.batch, *sizes, origin) * keep_scale(p)
+        drop_HMN = keep_mask(seed, p, 0, *sizes, origin) * keep_scale(p)
     return _Block(seq, heads, kv_heads, q_HMD, k_HND, v_HNE, slope_HMN, *softmax, max_HM, drop_HMN)
 
 

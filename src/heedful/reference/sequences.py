@@ -20,6 +20,7 @@ class Sequence:
 
     batch: its index. q_token: its first query token. len_q, len_k: lengths used.
     mask: the call's, with the offset of this sequence's diagonal.
+    origin: (batch, head, row, column) of its first score in the mask of dropout.
     k_spans: (first token, count) runs of its keys in storage, in order; count sums to len_k.
     """
 
@@ -28,6 +29,7 @@ class Sequence:
     len_q: int
     len_k: int
     mask: MaskSpec
+    origin: tuple[int, int, int, int]
     k_spans: tuple[tuple[int, int], ...]
 
     @property
@@ -59,7 +61,7 @@ def sequences(problem: AttentionProblem, x: Operands) -> Iterator[Sequence]:
         raise ValueError("kv_batch_idx cannot be combined with block_table: reorder the table")
     cu_q, cu_k = _ints(x.cu_seqlens_q), _ints(x.cu_seqlens_k)
     used_q, used_k = _ints(x.seqused_q), _ints(x.seqused_k)
-    offsets = _ints(x.q_offsets)
+    offsets, origins = _ints(x.q_offsets), _ints(x.origins)
     rows, leftpad, table = _ints(x.kv_batch_idx), _ints(x.leftpad_k), _ints(x.block_table)
     for b in range(problem.batch):
         q_token, room_q = b * problem.seqlen_q, problem.seqlen_q
@@ -78,7 +80,12 @@ def sequences(problem: AttentionProblem, x: Operands) -> Iterator[Sequence]:
         mask = problem.mask
         if offsets:
             mask = replace(mask, shift=max(1 - FAR, min(offsets[b], FAR - 1)))
-        yield Sequence(b, q_token, len_q, len_k, mask, spans)
+        batch, *place, column = problem.dropout_origin
+        batch += b
+        if problem.origins:
+            batch, *place, column = origins[b]
+            column *= problem.origins
+        yield Sequence(b, q_token, len_q, len_k, mask, (batch, *place, column), spans)
 
 
 def _stored_keys(x: Operands) -> int:

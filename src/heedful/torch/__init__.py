@@ -1,5 +1,6 @@
 """Attention for PyTorch."""
 
+from heedful.core.call.arguments import Quads
 from heedful.torch.api.attention import flash_attn_func, flash_attn_varlen_func
 from heedful.torch.api.explaining import explain
 from heedful.torch.api.flex import flex_attention
@@ -15,6 +16,7 @@ from heedful.torch.api.packed import (
 from heedful.torch.operands.quant import dequantize_kv, pack_latent, quantize_kv, unpack_latent
 
 __all__ = [
+    "Quads",
     "attention_backward",
     "dequantize_kv",
     "explain",

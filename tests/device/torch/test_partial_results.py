@@ -1,5 +1,5 @@
 """What context parallelism asks of calls, on a GPU: float32 results of 16-bit inputs, gradients of
-keys that end before their storage does, and merges in place."""
+keys that end before their storage does, merges in place, and places in a mask of dropout."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 
 import heedful.torch as typed
 from heedful.torch.api import merge
+from support.captures import graph_capture
 from support.hopper.device import ON_HOPPER
 from support.problems.budget import run
 from support.problems.cases import Case
@@ -106,3 +107,45 @@ def test_sixteen_merges_in_place_are_within_the_budget(traced, dtype, monkeypatc
         heedful.merge_into(merges.out, merges.lse, part, part_lse, begin=begin)
     assert_in_place(draw, merges.out, merges.lse)
     assert not merges.out[:5].any() and (merges.lse[:, :5] == -torch.inf).all()
+
+
+DRAWN = replace(BASE, origins=4, dropout_p=0.3, head_dim=128)
+PLACES = [
+    ("hopper", replace(DRAWN, causal=True)),
+    ("hopper", replace(DRAWN, varlen="qk", head_dim=64)),
+    ("hopper", replace(DRAWN, varlen="qk", causal=True, sink=True, used="k")),
+    ("hopper", replace(DRAWN, head_dim=256, causal=True)),
+    ("hopper", replace(DRAWN, head_dim=256, varlen="qk")),
+    ("portable", replace(DRAWN, varlen="qk", head_dim=64)),
+    ("portable", replace(DRAWN, origins=1, causal=True, head_dim=64)),
+]
+
+
+@pytest.mark.parametrize("backend, case", PLACES, ids=str)
+def test_a_place_in_the_mask_of_each_sequence_agrees_with_the_oracle(backend, case):
+    for seed, sizes in enumerate(SIZES):
+        runner = Prepared(backend)
+        run(runner, replace(case, **sizes, seed=case.seed + seed), "cuda")
+        assert runner.plan.backward == backend
+
+
+def test_a_captured_call_reads_the_places_of_its_replay():
+    q, k, v = torch.randn(3, 2, 600, 4, 64, device="cuda", dtype=torch.bfloat16).unbind(0)
+    places = torch.zeros(2, 4, dtype=torch.int32, device="cuda")
+    more: dict[str, Any] = {"dropout_p": 0.3, "dropout_seed": 7, "backend": "hopper"}
+
+    def called():
+        return heedful.flash_attn_func(q, k, v, dropout_origin=heedful.Quads(places), **more)
+
+    called()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with graph_capture(graph):
+        out = called()
+    for rows in ([(3, 0, 128, 5), (0, 2, 0, 0)], [(1, 1, 7, 32), (9, 0, 0, 3)]):
+        places.copy_(torch.tensor(rows))
+        graph.replay()
+        for b, (*place, column) in enumerate(rows):
+            one = q[b : b + 1], k[b : b + 1], v[b : b + 1]
+            want = heedful.flash_attn_func(*one, dropout_origin=(*place, 4 * column), **more)
+            assert torch.equal(out[b : b + 1], want)

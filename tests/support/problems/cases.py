@@ -56,6 +56,7 @@ class Case:
     softcap: float = 0.0
     dropout_p: float = 0.0
     dropout_origin: tuple[int, int, int, int] = (0, 0, 0, 0)
+    origins: int = 0
     alibi: str = ""
     bias: str = ""
     bias_dtype: str = ""
@@ -204,6 +205,9 @@ def _lengths(case: Case, rng) -> dict:
     if case.q_offsets:
         offsets = rng.integers(-case.seqlen_q // 2, case.seqlen_k + 1, case.batch)
         made["q_offsets"] = torch.from_numpy(offsets.astype(np.int32))
+    if case.origins:
+        origins = rng.integers(0, 2**31, (case.batch, 4))
+        made["origins"] = torch.from_numpy(origins.astype(np.int32))
     if case.tree_mask:
         seen = rng.random((case.batch, case.seqlen_q, case.seqlen_q)) < 0.6
         made["tree_mask"] = torch.from_numpy(seen)
@@ -399,6 +403,7 @@ def _problem(case: Case, x: Operands) -> AttentionProblem:
         v_in_k=case.v_in_k,
         **storage(array_spec(x.q), array_spec(x.k), array_spec(x.v), None),
         dropout_origin=case.dropout_origin,
+        origins=case.origins if case.dropout_p else 0,
     )
     problem.validate()
     return problem

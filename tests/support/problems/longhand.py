@@ -25,9 +25,14 @@ def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
     return c0, c1, c2, c3
 
 
-def kept(case: Case, seed: int, b: int, h: int, i: int, j: int) -> bool:
+def kept(case: Case, x: dict, b: int, h: int, i: int, j: int) -> bool:
     """Whether dropout keeps a probability."""
-    b, h, i, j = ((a + o) % WORD for a, o in zip((b, h, i, j), case.dropout_origin, strict=True))
+    seed, origin = x["seed"][0], case.dropout_origin
+    if case.origins:
+        # A sequence's own place stands for its number.
+        *origin, column = x["origins"][b]
+        origin, b = (*origin, column * case.origins), 0
+    b, h, i, j = ((a + o) % WORD for a, o in zip((b, h, i, j), origin, strict=True))
     key = (seed % WORD, (seed >> 32) % WORD)
     return philox((j >> 2, i, h, b), key)[j & 3] < math.floor((1 - case.dropout_p) * WORD)
 
@@ -166,7 +171,7 @@ class Longhand:
         for j, term in terms.items():
             keep, p = True, self.case.dropout_p
             if p:
-                keep = kept(self.case, self.x["seed"][0], b, h, i, j)
+                keep = kept(self.case, self.x, b, h, i, j)
             probs[j] = term / total if keep else -term / total
             if keep:
                 share = term / total / (1 - p)

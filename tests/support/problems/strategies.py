@@ -60,6 +60,7 @@ def cases(
         softcap=maybe("softcap", st.integers(1, 60).map(lambda n: n / 2), 0.0),
         dropout_p=maybe("dropout_p", st.integers(1, 20).map(lambda n: n / 20), 0.0),
         dropout_origin=maybe("dropout_origin", origins, (0, 0, 0, 0)),
+        origins=maybe("origins", st.sampled_from((1, 4)), 0),
         alibi=maybe("alibi", st.sampled_from(("h", "bh")), ""),
         bias=maybe("bias", st.sampled_from(("bhqk", "hqk", "bqk", "qk", "bk", "k", "q")), ""),
         rel_bias=maybe("rel_bias", st.sampled_from((1, 2, 9, 200)), 0),

@@ -85,7 +85,7 @@ def call(built: Built, leaves: dict[str, Tensor], **more) -> Any:
         )
     keywords |= {
         "dropout_p": case.dropout_p,
-        "dropout_origin": case.dropout_origin,
+        "dropout_origin": origin_of(built, x.origins),
         "q_offset": offset_of(built, x.q_offsets),
         "deterministic": case.deterministic,
         "bias": leaves.get("bias"),
@@ -109,6 +109,13 @@ def offset_of(built: Built, of_each: Any) -> Any:
     """q_offset of a case. of_each: the array where each sequence has its own."""
     case = built.case
     return of_each if case.q_offsets else None if case.bottom_right else case.shift
+
+
+def origin_of(built: Built, of_each: Any) -> Any:
+    """dropout_origin of a case. of_each: the array where each sequence has its own."""
+    if of_each is None:
+        return built.case.dropout_origin
+    return heedful.Quads(of_each) if built.case.origins == 4 else of_each
 
 
 def block_mask(built: Built, x: dict[str, Any]) -> BlockMask | None:

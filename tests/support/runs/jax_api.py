@@ -10,7 +10,7 @@ import heedful.jax
 from heedful.reference.convert import as_numpy
 from support.problems.budget import Results
 from support.problems.cases import Built
-from support.runs.api import LENGTHS, block_mask, is_cache_call, offset_of
+from support.runs.api import LENGTHS, block_mask, is_cache_call, offset_of, origin_of
 from support.runs.jax_backend import as_array, as_tensor
 
 LEAVES = ("q", "k", "v", "bias", "sink", "rel_bias")
@@ -93,7 +93,7 @@ def call(built: Built, x: dict[str, Any], **more) -> Any:
         return out, lse
     keywords |= {
         "dropout_p": case.dropout_p,
-        "dropout_origin": case.dropout_origin,
+        "dropout_origin": origin_of(built, x.get("origins")),
         "q_offset": offset_of(built, x.get("q_offsets")),
         "deterministic": case.deterministic,
         "bias": x.get("bias"),

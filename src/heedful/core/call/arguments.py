@@ -22,6 +22,9 @@ _LARGEST_ORIGIN = 2**32 - 1
 OFFSET = "an int, None or an int32 array (batch,)"
 WINDOW = "(left, right) or (left, right, first), each an int"
 ORIGIN = f"(batch, head, row, column), each an int from 0 to {_LARGEST_ORIGIN}"
+# The option beside an array of origins, of whose columns no kernel may take one to be a multiple of
+# 4. Where they count in fours it is WHOLE.
+_ANY_COLUMNS = (0, 0, 0, 1)
 
 
 # return_max_logits of each row, and not of each head.
@@ -70,6 +73,14 @@ class CacheUpdate(NamedTuple):
         return 0 if self.shared_prefix is None else self.shared_prefix[0].shape[-3]
 
 
+class Quads(NamedTuple):
+    """Columns of dropout_origin that are counted in fours: kernels that draw four columns at a time
+    take them, whatever their values. count: an array (batch, 4) whose columns count so. JAX also
+    takes one as the column of a single place: an int or a traced integer without dims."""
+
+    count: Any
+
+
 class AttentionCall(NamedTuple):
     """The facts about a call that need no look into its arrays.
 
@@ -98,7 +109,7 @@ NUMBERS = slice(Options._fields.index("dropout_p"), Options._fields.index("backe
 ABSENT = (None,) * (len(Operands._fields) - 3)
 
 # The public names of operands that have others.
-_OTHER_NAMES = {"seed": "dropout_seed", "q_offsets": "q_offset"}
+_OTHER_NAMES = {"seed": "dropout_seed", "q_offsets": "q_offset", "origins": "dropout_origin"}
 # The names of flash_attn_with_kvcache, where they differ from our own.
 _KVCACHE_NAMES = {
     "k": "k_cache",
@@ -154,6 +165,8 @@ def bind(kind: str, arguments: dict[str, Any]) -> tuple[Operands, Options, Cache
         options = options._replace(q_offset=None)
     else:
         x = x._replace(q_offsets=None)
+    origin, origins = origin_of_each(options.dropout_origin)
+    x, options = x._replace(origins=origins), options._replace(dropout_origin=origin)
     update = CacheUpdate()
     if kind == "kvcache":
         update = CacheUpdate(**{name: arguments[name] for name in CacheUpdate._fields})
@@ -184,6 +197,18 @@ def plain_origin(origin: Any, whole=whole) -> tuple[int, ...]:
     if len(plain) != 4 or not all(0 <= place <= _LARGEST_ORIGIN for place in plain):
         raise ValueError(f"dropout_origin must be {ORIGIN}, got {origin!r:.100}")
     return plain
+
+
+def origin_of_each(origin: Any) -> tuple[Any, Any]:
+    """(dropout_origin, None), or the option beside the array (batch, 4) where each sequence has its
+    own place, and that array. Raises TypeError for other Quads."""
+    quads = origin.__class__ is Quads
+    array = origin.count if quads else origin
+    if getattr(array, "ndim", 0) != 2:
+        if quads:
+            wrong_type("dropout_origin", "Quads of an array (batch, 4)", array)
+        return origin, None
+    return (WHOLE if quads else _ANY_COLUMNS), array
 
 
 def plain_options(options: Options, whole=whole, real=real, truth=truth) -> Options:

@@ -23,5 +23,7 @@ def joins(shapes: Operands, mapped: Sequence[bool], options: Options) -> bool:
         return False
     if not shapes.seqused_q is shapes.seqused_k is shapes.leftpad_k is shapes.q_offsets is None:
         return False
+    if shapes.origins is not None:
+        return False
     scales = (shapes.q_descale, shapes.k_descale, shapes.v_descale)
     return all(scale is None or math.prod(scale) == 1 for scale in scales)

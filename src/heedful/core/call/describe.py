@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.numbers import FAR, LONGEST, check_length, check_window
 from heedful.core.base.symbols import larger, smaller
-from heedful.core.call.arguments import AttentionCall, Options, argument_name
+from heedful.core.call.arguments import WHOLE, AttentionCall, Options, argument_name
 from heedful.core.call.block_mask import check_blocks
 from heedful.core.call.mask import mask_of
 from heedful.core.call.numerics import is_invariant
@@ -120,7 +120,8 @@ def check(call: AttentionCall) -> AttentionProblem:
         num_splits=options.num_splits,
         v_in_k=call.v_in_k,
         # Without dropout the origin does not matter: all have the same plan and kernels.
-        dropout_origin=tuple(options.dropout_origin) if drops else (0, 0, 0, 0),
+        dropout_origin=tuple(options.dropout_origin) if drops and x.origins is None else WHOLE,
+        origins=_check_origins(x, options, sizes) if drops else 0,
         invariant=is_invariant(options.backend),
     )
     problem.validate()
@@ -417,6 +418,15 @@ def _check_rel_bias(x: Operands, sizes: _Sizes) -> bool:
     if shape[1] < 1:
         raise ValueError(f"rel_bias must have an entry for at least one distance, got {shape}")
     return True
+
+
+def _check_origins(x: Operands, options: Options, sizes: _Sizes) -> int:
+    """What a column of origins is multiplied by, 0 without them."""
+    if x.origins is None:
+        return 0
+    check_dtype("dropout_origin", x.origins.dtype, "int32", "int64")
+    check_shape("dropout_origin", x.origins.shape, (sizes.batch, 4), "(batch, 4)")
+    return 1 if options.dropout_origin[3] % 4 else 4
 
 
 def _check_ranges(x: Operands, options: Options, sizes: _Sizes) -> int:

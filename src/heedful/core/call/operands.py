@@ -20,6 +20,8 @@ class Operands(NamedTuple):
     block_table: int32 (B, pages per sequence). kv_batch_idx: int32 (B,), which row of k and v a
         sequence uses. leftpad_k: int32 (B,), where in its storage a sequence begins.
     q_offsets: int32 (B,), the offset of each sequence's diagonal, clamped to less than FAR.
+    origins: int32 (B, 4), where the first score of each sequence lies in the mask of dropout:
+        (batch, head, row, column), in place of the sequence's number and a dropout_origin.
     tree_mask: bool (B, Sq, Sq), expanded; rows see key len_k - Sq + c iff tree_mask[b, row, c].
     key_ranges: int32 (B, H, Sq, 2 | 4), a stride of 0 where it is repeated, or (Tq, 2 | 4) beside
         cu_seqlens_q: a row sees keys [a, b) of its sequence, or those of two ranges.
@@ -48,6 +50,7 @@ class Operands(NamedTuple):
     kv_batch_idx: Any = None
     leftpad_k: Any = None
     q_offsets: Any = None
+    origins: Any = None
     tree_mask: Any = None
     key_ranges: Any = None
     block_rows: Any = None

@@ -74,8 +74,10 @@ class AttentionProblem:
     near_rows: rows of Q, K, V and the output begin less than NEAR_BYTES apart. v_in_k: V is a view
     of the first head_dim_v values of each row of K (MLA). dropout_origin: (batch, head, row,
     column) of this call's first score in the whole problem, so that a shard draws the mask that the
-    unsharded call would. invariant: a row's bits depend on its query, on the keys and values that
-    it sees, on their positions and on options, and on nothing else (numerics="invariant").
+    unsharded call would. origins: 4 where each sequence has its own place, whose columns count in
+    fours, 1 where they do not, 0 without. invariant: a row's bits depend on its query, on the keys
+    and values that it sees, on their positions and on options, and on nothing else
+    (numerics="invariant").
     """
 
     batch: int
@@ -123,6 +125,7 @@ class AttentionProblem:
     near_rows: bool = True
     v_in_k: bool = False
     dropout_origin: tuple[int, int, int, int] = (0, 0, 0, 0)
+    origins: int = 0
     invariant: bool = False
 
     def __post_init__(self):
@@ -397,6 +400,7 @@ FEATURES = {
     "sink": "sink logits",
     "softcap": "softcap",
     "dropout": "dropout",
+    "origins": "a place in the dropout mask of each sequence",
     "return_lse": "returned log-sum-exp",
     "return_probs": "returned probabilities",
     "max_scores": "returned largest scores",
@@ -435,4 +439,12 @@ _FLAGS = (
     "q_offsets",
     "key_ranges",
 )
-_FLAGS += ("block_mask", "return_lse", "return_probs", "max_scores", "bias_grad", "rel_bias_grad")
+_FLAGS += (
+    "block_mask",
+    "origins",
+    "return_lse",
+    "return_probs",
+    "max_scores",
+    "bias_grad",
+    "rel_bias_grad",
+)

@@ -22,7 +22,7 @@ def dense_rows(spec: ArraySpec) -> ArraySpec:
 
 
 # The dtypes in which kernels get operands that may come in others.
-_CASTS = {"sink": "float32", **dict.fromkeys((*LENGTHS, "block_table"), "int32")}
+_CASTS = {"sink": "float32", **dict.fromkeys((*LENGTHS, "origins", "block_table"), "int32")}
 
 
 def casts(x: Operands) -> dict[str, str]:

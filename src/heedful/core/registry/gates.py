@@ -145,7 +145,7 @@ def whole_pages(problem: AttentionProblem, device: DeviceSpec) -> str | None:
 
 
 def aligned_draws(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    if problem.dropout_p > 0 and problem.dropout_origin[3] % 4:
+    if problem.dropout_p > 0 and (problem.dropout_origin[3] % 4 or problem.origins == 1):
         return "dropout from a column that is no multiple of 4"
     return None
 

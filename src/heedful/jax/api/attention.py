@@ -8,7 +8,7 @@ from jax import Array
 from jax import numpy as jnp
 from jax.typing import ArrayLike
 
-from heedful.core.call.arguments import ROWS, WHOLE, Options, is_asked, one_sink
+from heedful.core.call.arguments import ROWS, WHOLE, Options, Quads, is_asked, one_sink
 from heedful.core.call.numerics import with_numerics
 from heedful.core.call.operands import Operands
 from heedful.jax.traced.call import attend
@@ -48,7 +48,7 @@ def flash_attn_func(
     k_descale: Array | None = None,
     v_descale: Array | None = None,
     dropout_seed: ArrayLike | None = None,
-    dropout_origin: Sequence[int] | Array = WHOLE,
+    dropout_origin: Sequence[int] | Array | Quads = WHOLE,
     backend: str | None = None,
     numerics: str | None = None,
     sm_margin: int | None = None,
@@ -110,8 +110,10 @@ def flash_attn_func(
         dropout_origin: (batch, head, row, column) of this call's first score in a larger problem
             that it is a shard of, each from 0 to 2**32 - 1. The call then draws its part of the
             mask that the whole problem would draw from this seed. It may be traced (uint32 (4,), or
-            a tuple of numbers), as jax.lax.axis_index makes it. Some kernels take columns that are
-            multiples of 4 alone: `heedful.jax.Quads(count)` is one that may be traced.
+            a tuple of numbers), as jax.lax.axis_index makes it. Or int32 or int64 (batch, 4), each
+            from 0 to 2**31 - 1: where the first score of each sequence lies. Some kernels take
+            columns that are multiples of 4 alone: `heedful.jax.Quads(count)` is one that may be
+            traced, and in `Quads(array)` those of each sequence count in fours.
         backend: the backend to run on; it raises if that cannot. By default the planner chooses.
         numerics: "fast", or "invariant": no bit of a row's out and lse depends on anything but its
             query, the keys and values that it sees, their positions and the options; by default
@@ -205,7 +207,7 @@ def flash_attn_varlen_func(
     k_descale: Array | None = None,
     v_descale: Array | None = None,
     dropout_seed: ArrayLike | None = None,
-    dropout_origin: Sequence[int] | Array = WHOLE,
+    dropout_origin: Sequence[int] | Array | Quads = WHOLE,
     backend: str | None = None,
     numerics: str | None = None,
     sm_margin: int | None = None,

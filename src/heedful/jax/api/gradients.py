@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jax import Array
 from jax.typing import ArrayLike
 
-from heedful.core.call.arguments import WHOLE, Options, one_sink
+from heedful.core.call.arguments import WHOLE, Options, Quads, one_sink
 from heedful.core.call.describe import check_packed
 from heedful.core.call.numerics import with_numerics
 from heedful.core.call.operands import Gradients, Operands
@@ -46,7 +46,7 @@ def attention_backward(
     s_aux: Array | None = None,
     learnable_sink: Array | None = None,
     dropout_seed: ArrayLike | None = None,
-    dropout_origin: Sequence[int] | Array = WHOLE,
+    dropout_origin: Sequence[int] | Array | Quads = WHOLE,
     bias_grad: bool = True,
     rel_bias_grad: bool = True,
     backend: str | None = None,

@@ -6,12 +6,12 @@ import jax
 from jax import Array, lax
 from jax import numpy as jnp
 
+from heedful.core.call.arguments import Quads
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.operands import Gradients
 from heedful.core.call.spread import Mask
 from heedful.jax.api.attention import flash_attn_func, flash_attn_varlen_func
 from heedful.jax.api.gradients import attention_backward
-from heedful.jax.operands.plain import Quads
 
 
 class Static(NamedTuple):

@@ -1,7 +1,7 @@
 """Arguments that stand for plain Python values, where they are arrays of JAX's, and seeds: all else
 is `core.base.numbers`."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from jax import numpy as jnp
 from heedful.core.base import numbers
 from heedful.core.base.numbers import wrong_type
 from heedful.core.call import arguments as call
-from heedful.core.call.arguments import CacheUpdate, Options
+from heedful.core.call.arguments import CacheUpdate, Options, Quads
 from heedful.core.call.describe import check_seed
 from heedful.core.call.operands import Operands
 from heedful.jax.base.arrays import is_traced
@@ -84,11 +84,10 @@ def offset_of_each(x: Operands, options: Options) -> tuple[Operands, Options]:
     return x._replace(q_offsets=offset), options._replace(q_offset=None)
 
 
-class Quads(NamedTuple):
-    """A column of dropout_origin that is four times `count`, an int or a traced integer without
-    dims. Kernels that draw words by four take it, whatever its value."""
-
-    count: Any
+def origin_of_each(x: Operands, options: Options) -> tuple[Operands, Options]:
+    """The operands with dropout_origin where each sequence has its own, and the option beside."""
+    origin, origins = call.origin_of_each(options.dropout_origin)
+    return x._replace(origins=origins), options._replace(dropout_origin=origin)
 
 
 # Stands for a column that is not known, of which no kernel may take it to be a multiple of 4.

@@ -284,21 +284,27 @@ class Sequence:
 
     def kept(self, rows: Array, cols: Array) -> Array:
         """Which probabilities dropout keeps: bool (G, R, M, N)."""
-        p = self.problem
-        origin = self.origin
-        if origin is None:
-            origin = jnp.array(p.dropout_origin, jnp.uint32)
-        word = jnp.uint32
-        heads = jnp.arange(p.heads_q, dtype=word) + origin[1]
+        p, word = self.problem, jnp.uint32
+        batch, head, row, column = self._place()
         keep = keep_tile(
             self.x.seed,
             p.dropout_p,
-            self.b.astype(word) + origin[0],
-            heads,
-            rows.astype(word) + origin[2],
-            cols.astype(word) + origin[3],
+            batch,
+            jnp.arange(p.heads_q, dtype=word) + head,
+            rows.astype(word) + row,
+            cols.astype(word) + column,
         )
         return keep.reshape(p.heads_k, p.group, *keep.shape[1:])
+
+    def _place(self) -> tuple[Array, ...]:
+        """uint32 (batch, head, row, column) of its first score in the mask of dropout."""
+        p, origin = self.problem, self.origin
+        if p.origins:
+            batch, head, row, column = self.x.origins[self.b].astype(jnp.uint32)
+            return batch, head, row, column * p.origins
+        if origin is None:
+            origin = jnp.array(p.dropout_origin, jnp.uint32)
+        return self.b.astype(jnp.uint32) + origin[0], origin[1], origin[2], origin[3]
 
 
 def _used(used: Array | None, b: Array, room, most: int) -> Array:

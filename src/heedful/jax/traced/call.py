@@ -19,6 +19,7 @@ from heedful.jax.base.arrays import array_spec, check_array, dtype_name
 from heedful.jax.operands.plain import (
     as_int32,
     offset_of_each,
+    origin_of_each,
     origin_words,
     plain_flag,
     plain_options,
@@ -57,6 +58,7 @@ def attend(x: Operands, options: Options, seed: Any = None) -> Any:
 
 def run(x: Operands, options: Options, seed: Any = None) -> tuple:
     """(out,), (out, lse) or (out, lse, probs or largest scores), as the options ask."""
+    x, options = origin_of_each(x, options)
     check_arrays(x, options)
     x, options = offset_of_each(x, options)
     if symbolic.is_symbolic(x):
@@ -83,7 +85,7 @@ def _checked(
             )
         x = x._replace(seed=seed)
     else:
-        words = None
+        x, words = x._replace(origins=None), None
     return problem, adapted(x), options, words
 
 
@@ -97,6 +99,7 @@ def differentiate(
 ) -> Gradients:
     """The gradients of a call. saved: dout, dlse, out, lse by name. Raises TypeError or ValueError
     naming the argument."""
+    x, options = origin_of_each(x, options)
     check_arrays(x, options)
     x, options = offset_of_each(x, options)
     for name, array in saved.items():

@@ -207,8 +207,8 @@ def _spread(primitive, static: Static, context):
     layout = sharding.Layout(dense, shared, facts.heads_k, facts.group)
 
     def run(by_name: dict[str, Array]):
-        if "origin" in by_name:
-            by_name["origin"] = sharding.shifted(by_name)
+        if "batch_index" in by_name:
+            by_name |= sharding.shifted(by_name)
         return primitive.bind(*by_name.values(), static=static._replace(names=tuple(by_name)))
 
     rule = sharding.Rule(tuple(shapes), tuple(shapes.values()), results, layout, run)
@@ -221,7 +221,7 @@ def _places(static: Static, facts: AttentionProblem) -> dict[str, Array]:
     if not facts.dropout_p > 0:
         return {}
     more = {"origin": jnp.array(facts.dropout_origin, jnp.uint32)}
-    more = {} if "origin" in static.names else more
+    more = {} if {"origin", "origins"} & {*static.names} else more
     return more | sharding.places(facts.batch, facts.heads_q)
 
 

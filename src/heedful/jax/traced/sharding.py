@@ -126,7 +126,7 @@ class Layout:
             if rank > 2:
                 return [*[keys, "", HEADS, ""][-rank:]]
             return [BATCH if self.dense else "", HEADS][2 - rank :]
-        if name in ("block_table", "tree_mask"):
+        if name in ("block_table", "tree_mask", "origins"):
             return [BATCH if self.dense else "", *[""] * (rank - 1)]
         return [""] * rank
 
@@ -245,10 +245,13 @@ def places(batch: int, heads: int) -> dict[str, Array]:
     }
 
 
-def shifted(by_name: dict[str, Array]) -> Array:
-    """The dropout origin of a device's part. by_name: that of the whole, and those of `places`,
-    which are taken out."""
+def shifted(by_name: dict[str, Array]) -> dict[str, Array]:
+    """The dropout origin of a device's part, or those of its sequences, by name. by_name: those of
+    the whole, and those of `places`, which are taken out."""
     batch, head = by_name.pop("batch_index"), by_name.pop("head_index")
     zero = jnp.zeros(1, jnp.uint32)
-    first = [index[:1] if index.size else zero for index in (batch, head)]
-    return by_name["origin"] + jnp.concatenate([*first, zero, zero])
+    batch, head = (index[:1] if index.size else zero for index in (batch, head))
+    if "origins" in by_name:
+        more = jnp.concatenate([zero, head, zero, zero]).astype(jnp.int32)
+        return {"origins": by_name["origins"] + more}
+    return {"origin": by_name["origin"] + jnp.concatenate([batch, head, zero, zero])}

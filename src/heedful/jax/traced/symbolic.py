@@ -15,6 +15,7 @@ from heedful.jax.base.arrays import is_traced
 # Operands of which each batch entry has its own where they have so many dims.
 _OF_BATCH = {"q": 4, "k": 4, "v": 4, "bias": 4, "alibi_slopes": 2}
 _OF_BATCH |= {"seqused_q": 1, "seqused_k": 1, "leftpad_k": 1, "q_offsets": 1}
+_OF_BATCH |= {"origins": 2}
 _OF_BATCH |= {"q_descale": 2, "k_descale": 2, "v_descale": 2}
 
 
@@ -56,7 +57,7 @@ def one_by_one(run: Callable[..., tuple], x: Operands, options: Options, seed: A
     def entry(parts):
         index, arrays = parts
         whole = x._replace(**{name: array[None] for name, array in arrays.items()})
-        return run(whole, _at(options, index), seed)
+        return run(whole, options if "origins" in arrays else _at(options, index), seed)
 
     results = lax.map(entry, (jnp.arange(batch, dtype=jnp.uint32), of_entry))
     return tuple(r[:, 0] if r.ndim > 2 else jnp.zeros((0,), r.dtype) for r in results)

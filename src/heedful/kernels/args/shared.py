@@ -127,9 +127,10 @@ class ScoreMods(NamedTuple):
 class Dropout(NamedTuple):
     """threshold: Philox words below it are kept; a signed integer with the bits of the unsigned
     one. inverse_keep: factor of kept probabilities. origin_*: numbers to add to a score's indices
-    before its word is drawn; None where they are four numbers in memory after the seed.
+    before its word is drawn; None where they are four numbers in memory after the seed, or
+    `origins` are there: (B, 4), of each sequence, in place of its number.
 
-    IS_QUAD: columns of the mask are drawn in aligned groups of four.
+    IS_QUAD: columns of the mask are drawn in aligned groups of four; those of origins count them.
     """
 
     seed: In[Ptr]
@@ -139,6 +140,7 @@ class Dropout(NamedTuple):
     origin_h: Num
     origin_m: Num
     origin_n: Num
+    origins: In[Ptr]
     IS_ON: Const
     IS_QUAD: Const
 

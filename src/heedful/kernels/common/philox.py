@@ -30,15 +30,23 @@ def seed_words(seed):
 
 
 @triton.jit
-def origin_of(dropout):
-    """(batch, head, row, column) of the call's first score in the whole problem. The launch passes
-    these numbers; where one program serves several shards, they stand in memory after the seed."""
-    if dropout.origin_b is None:
+def place_of(dropout, b, h):
+    """(batch, head, first row, first column) in the whole problem of head h of sequence b. The
+    launch passes where the call lies; where one program serves several shards, four numbers stand
+    in memory after the seed; and each sequence may have four of its own."""
+    if dropout.origins is not None:
+        place = dropout.origins + b * 4
+        column = tl.load(place + 3)
+        if dropout.IS_QUAD:
+            column *= 4
+        return tl.load(place), tl.load(place + 1) + h, tl.load(place + 2), column
+    elif dropout.origin_b is None:
         place = dropout.seed + 1
-        b, h = tl.load(place).to(tl.int32), tl.load(place + 1).to(tl.int32)
-        return b, h, tl.load(place + 2).to(tl.int32), tl.load(place + 3).to(tl.int32)
+        origin_b, origin_h = tl.load(place).to(tl.int32), tl.load(place + 1).to(tl.int32)
+        row, column = tl.load(place + 2).to(tl.int32), tl.load(place + 3).to(tl.int32)
+        return origin_b + b, origin_h + h, row, column
     else:
-        return dropout.origin_b, dropout.origin_h, dropout.origin_m, dropout.origin_n
+        return dropout.origin_b + b, dropout.origin_h + h, dropout.origin_m, dropout.origin_n
 
 
 @triton.jit

@@ -310,17 +310,18 @@ def dropout(problem: AttentionProblem, buffers: Buffers) -> shared.Dropout:
     keep = 1.0 - problem.dropout_p
     scale = number(1.0 / keep if keep > 0 else 0.0)
     if not has_dropout(problem):
-        return shared.Dropout(None, None, scale, None, None, None, None, IS_ON=False, IS_QUAD=False)
+        return shared.Dropout(None, None, scale, *[None] * 5, IS_ON=False, IS_QUAD=False)
     origin = problem.dropout_origin
     # After the seed in memory, if the device decides which shard this is.
-    is_read = "seed" in buffers and buffers["seed"].shape == (5,)
+    is_read = problem.origins or ("seed" in buffers and buffers["seed"].shape == (5,))
     return shared.Dropout(
         pointer(buffers, "seed"),
         Scalar(wrapped(int(keep * 2.0**32))),
         scale,
         *(None if is_read else Scalar(wrapped(o)) for o in origin),
+        origins=pointer(buffers, "origins") if problem.origins else None,
         IS_ON=True,
-        IS_QUAD=origin[3] % 4 == 0,
+        IS_QUAD=origin[3] % 4 == 0 and problem.origins != 1,
     )
 
 

@@ -54,6 +54,8 @@ def inputs(problem: AttentionProblem) -> Buffers:
         buffers["block_bits"] = make((1, p.block_mask, p.block_mask // 32), "int32")
     if p.dropout_p > 0:
         buffers["seed"] = make((1,), "int64")
+    if p.origins:
+        buffers["origins"] = make((p.batch, 4), "int32")
     present = {
         "cu_seqlens_q": (p.varlen_q, p.batch + 1),
         "cu_seqlens_k": (p.varlen_k, p.batch + 1),

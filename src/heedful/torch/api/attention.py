@@ -10,6 +10,7 @@ from heedful.core.call.arguments import (
     UNBOUNDED,
     WHOLE,
     Options,
+    Quads,
     is_asked,
     new_operands,
     new_options,
@@ -22,8 +23,8 @@ from heedful.torch.base.dispatch import needs_dispatcher
 from heedful.torch.eager.calls import attend
 from heedful.torch.operands.plain import (
     offset_of_each,
+    origin_of_each,
     plain_length,
-    plain_origin,
     plain_window,
 )
 from heedful.torch.operands.values import is_readable
@@ -61,7 +62,7 @@ def flash_attn_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     dropout_seed: int | Tensor | None = None,
-    dropout_origin: Sequence[int] | Tensor = WHOLE,
+    dropout_origin: Sequence[int] | Tensor | Quads = WHOLE,
     out: Tensor | None = None,
     backend: str | None = None,
     numerics: str | None = None,
@@ -124,7 +125,9 @@ def flash_attn_func(
         dropout_origin: (batch, head, row, column) of this call's first score in a larger problem
             that it is a shard of, each from 0 to 2**32 - 1. The call then draws its part of the
             mask that the whole problem would draw from this seed. Heads are query heads; rows and
-            columns count from each sequence's start.
+            columns count from each sequence's start. Or int32 or int64 (batch, 4) on the device,
+            each from 0 to 2**31 - 1: where the first score of each sequence lies. Some kernels take
+            columns that are multiples of 4 alone: in `heedful.Quads(tensor)` they count in fours.
         out: (batch, seqlen_q, heads_q, head_dim_v) to write into, if no gradient is wanted: as q,
             or float32 for parts of the keys.
         backend: the backend to run on; it raises if that cannot. By default the planner chooses.
@@ -152,8 +155,9 @@ def flash_attn_func(
     dispatched = needs_dispatcher(q, k, v)
     if dispatched or window_size is not UNBOUNDED:
         window_size = plain_window(window_size)
+    origins = None
     if dispatched or dropout_origin is not WHOLE:
-        dropout_origin = plain_origin(dropout_origin)
+        dropout_origin, origins = origin_of_each(dropout_origin)
     if not numerics is sm_margin is None:
         backend = with_numerics(backend, numerics, sm_margin)
     q_offsets = None
@@ -186,7 +190,7 @@ def flash_attn_func(
         and k_descale is None
         and v_descale is None
         and seqused_q is seqused_k is leftpad_k is q_offsets is key_ranges is None
-        and block_mask is rel_bias is None
+        and block_mask is rel_bias is origins is None
     ):
         x = (Operands if dispatched else new_operands)(
             q=q,
@@ -200,6 +204,7 @@ def flash_attn_func(
             seqused_k=seqused_k,
             leftpad_k=leftpad_k,
             q_offsets=q_offsets,
+            origins=origins,
             key_ranges=key_ranges,
             q_descale=q_descale,
             k_descale=k_descale,
@@ -249,7 +254,7 @@ def flash_attn_varlen_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     dropout_seed: int | Tensor | None = None,
-    dropout_origin: Sequence[int] | Tensor = WHOLE,
+    dropout_origin: Sequence[int] | Tensor | Quads = WHOLE,
     out: Tensor | None = None,
     backend: str | None = None,
     numerics: str | None = None,
@@ -296,8 +301,9 @@ def flash_attn_varlen_func(
     dispatched = needs_dispatcher(q, k, v)
     if dispatched or window_size is not UNBOUNDED:
         window_size = plain_window(window_size)
+    origins = None
     if dispatched or dropout_origin is not WHOLE:
-        dropout_origin = plain_origin(dropout_origin)
+        dropout_origin, origins = origin_of_each(dropout_origin)
     if not numerics is sm_margin is None:
         backend = with_numerics(backend, numerics, sm_margin)
     q_offsets = None
@@ -339,6 +345,7 @@ def flash_attn_varlen_func(
         seqused_q=seqused_q,
         seqused_k=seqused_k,
         q_offsets=q_offsets,
+        origins=origins,
         block_table=block_table,
         key_ranges=key_ranges,
         q_descale=q_descale,

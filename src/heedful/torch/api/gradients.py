@@ -11,6 +11,7 @@ from heedful.core.call.arguments import (
     UNBOUNDED,
     WHOLE,
     Options,
+    Quads,
     new_operands,
     new_options,
     one_sink,
@@ -25,7 +26,7 @@ from heedful.torch.base.dispatch import is_bare, needs_dispatcher
 from heedful.torch.eager.calls import CALLS
 from heedful.torch.eager.written import write
 from heedful.torch.operands.checks import check_tensor
-from heedful.torch.operands.plain import offset_of_each, plain_origin, plain_window
+from heedful.torch.operands.plain import offset_of_each, origin_of_each, plain_window
 from heedful.torch.operands.values import is_readable
 from heedful.torch.traced import library
 from heedful.torch.traced.private import wants_gradients
@@ -64,7 +65,7 @@ def attention_backward(
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     dropout_seed: int | Tensor | None = None,
-    dropout_origin: Sequence[int] | Tensor = WHOLE,
+    dropout_origin: Sequence[int] | Tensor | Quads = WHOLE,
     bias_grad: bool = True,
     rel_bias_grad: bool = True,
     backend: str | None = None,
@@ -109,8 +110,9 @@ def attention_backward(
     dispatched = needs_dispatcher(q, k, v)
     if dispatched or window_size is not UNBOUNDED:
         window_size = plain_window(window_size)
+    origins = None
     if dispatched or dropout_origin is not WHOLE:
-        dropout_origin = plain_origin(dropout_origin)
+        dropout_origin, origins = origin_of_each(dropout_origin)
     if sm_margin is not None:
         backend = with_numerics(backend, None, sm_margin)
     q_offsets = None
@@ -153,6 +155,7 @@ def attention_backward(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
         q_offsets=q_offsets,
+        origins=origins,
         block_table=block_table,
         key_ranges=key_ranges,
     )

@@ -162,7 +162,7 @@ def prefixed(x: Operands, options: Options, prefix: tuple[Tensor, Tensor]) -> tu
     through the dispatcher. x: includes the sink."""
     if has_shards((*prefix, *x)):
         raise no_shards("flash_attn_with_kvcache")
-    return torch.ops.heedful.prefixed_attention_v9.default(*prefix, *x, *options)
+    return torch.ops.heedful.prefixed_attention_v10.default(*prefix, *x, *options)
 
 
 class Prefixed:
@@ -218,6 +218,6 @@ def _prefixed_fake(k, v, *args):
     )
 
 
-LIBRARY.impl("prefixed_attention_v9", _prefixed, "CompositeExplicitAutograd")
-register_fake("prefixed_attention_v9", _prefixed_fake)
-torch.library.register_vmap("heedful::prefixed_attention_v9", prefixed_vmap)
+LIBRARY.impl("prefixed_attention_v10", _prefixed, "CompositeExplicitAutograd")
+register_fake("prefixed_attention_v10", _prefixed_fake)
+torch.library.register_vmap("heedful::prefixed_attention_v10", prefixed_vmap)

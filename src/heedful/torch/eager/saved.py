@@ -124,7 +124,7 @@ class Backwards:
         if options.kind == "varlen":
             longest = {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}
             options = options._replace(**longest)
-        dq, dk, dv, *more = torch.ops.heedful.attention_v9_backward.default(
+        dq, dk, dv, *more = torch.ops.heedful.attention_v10_backward.default(
             dout, dlse, *saved[-2:], *x, *options, *asked, kv_grad
         )
         if not kv_grad:

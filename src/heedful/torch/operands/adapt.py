@@ -12,7 +12,7 @@ from heedful.core.call.storage import are_mappable, mask_dtype
 from heedful.torch.base.forked import on_own_thread
 from heedful.torch.operands.checks import FLOATS
 
-_ROWS = ("q", "k", "v", *LENGTHS, "block_table")
+_ROWS = ("q", "k", "v", *LENGTHS, "origins", "block_table")
 _ROWS += ("sink", "rel_bias", "alibi_slopes", "tree_mask", "key_ranges")
 _ROWS += ("block_rows", "block_keys", "block_bits")
 _INDEX = {name: index for index, name in enumerate(Operands._fields)}
@@ -60,6 +60,8 @@ def adaptations(x: Operands, problem: AttentionProblem) -> tuple[Step, ...]:
     if x.bias is not None and problem.bias_grad and _is_expanded(x.bias):
         # Each element of an expanded bias has its own gradient.
         steps.append(_copy(_INDEX["bias"]))
+    if x.origins is not None and not problem.origins:
+        steps.append(_without_origins)
     if x.seed is not None and x.seed.dim() != 1:
         steps.append(_reshape_seed)
     return tuple(steps + _expansions(x, problem))
@@ -126,6 +128,11 @@ def _numbers(seen: Tensor, dtype: torch.dtype) -> Tensor:
         # The logarithm would be computed in memory of float32.
         return made.fill_(-torch.inf).masked_fill_(seen, 0.0)
     return torch.log(seen, out=made)
+
+
+def _without_origins(fields: list) -> None:
+    """Nothing is drawn."""
+    fields[_INDEX["origins"]] = None
 
 
 def _reshape_seed(fields: list) -> None:

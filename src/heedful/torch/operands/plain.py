@@ -64,6 +64,13 @@ def plain_origin(origin: Any) -> tuple[int, ...]:
     return call.plain_origin(origin, plain_int)
 
 
+def origin_of_each(origin: Any) -> tuple[tuple[int, ...], Tensor | None]:
+    """(dropout_origin as four ints, None), or what kernels may rely on of the tensor where each
+    sequence has its own, and that tensor."""
+    first, origins = call.origin_of_each(origin)
+    return (plain_origin(first) if origins is None else first), origins
+
+
 def offset_of_each(q_offset: Any) -> tuple[Any, Tensor | None]:
     """(q_offset, None), or (None, the tensor) where each sequence has its own."""
     if isinstance(q_offset, Tensor) and q_offset.dim():

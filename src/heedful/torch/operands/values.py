@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from heedful.core.base.numbers import FAR
+from heedful.core.base.numbers import FAR, LONGEST
 from heedful.core.call.arguments import argument_name
 from heedful.core.call.operands import LENGTHS, Operands, own_shape
 from heedful.core.call.problem import AttentionProblem
 from heedful.torch.base.dispatch import is_bare
 
 # Operands whose values are lengths or indices.
-indices = attrgetter(*LENGTHS, "block_table", "block_rows")
+indices = attrgetter(*LENGTHS, "origins", "block_table", "block_rows")
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -33,6 +33,8 @@ def check_values(x: Operands, problem: AttentionProblem, kind: str) -> None:
         check_range(argument_name("leftpad_k", kind), x.leftpad_k, 0, problem.seqlen_k)
     if x.q_offsets is not None:
         check_range("q_offset", x.q_offsets, 1 - FAR, FAR - 1)
+    if x.origins is not None:
+        check_range("dropout_origin", x.origins, 0, LONGEST)
     for side, tokens, longest in (
         ("q", problem.total_q, problem.seqlen_q),
         ("k", problem.total_k, problem.seqlen_k),

@@ -26,25 +26,25 @@ from heedful.torch.traced.private import (
 
 @untraced
 def attention_autograd(run, keyset, *args):
-    """The rule of heedful::attention_v9, which `run` computes."""
-    return _differentiable(Attention, run, torch.ops.heedful.attention_v9.default, keyset, args)
+    """The rule of heedful::attention_v10, which `run` computes."""
+    return _differentiable(Attention, run, torch.ops.heedful.attention_v10.default, keyset, args)
 
 
 @untraced
 def backward_autograd(run, keyset, *args):
-    """The rule of heedful::attention_v9_backward, which `run` computes."""
-    op = torch.ops.heedful.attention_v9_backward.default
+    """The rule of heedful::attention_v10_backward, which `run` computes."""
+    op = torch.ops.heedful.attention_v10_backward.default
     return _differentiable(Backward, run, op, keyset, args)
 
 
 def inference_autograd(op, options: Options, args: tuple):
-    """The rule of an overload of heedful::inference_v9 under transforms and tracers. options: those
-    of this call. args: all its arguments.
+    """The rule of an overload of heedful::inference_v10 under transforms and tracers. options:
+    those of this call. args: all its arguments.
     """
     _refuse_tangents(args)
     if not wants_gradients(args):
         return below_autograd(op, args)
-    return torch.ops.heedful.attention_v9.default(*Operands(*args[:3]), *options, True)[0]
+    return torch.ops.heedful.attention_v10.default(*Operands(*args[:3]), *options, True)[0]
 
 
 def _differentiable(function: type[OneLevelFunction], run, op, keyset, args: tuple):
@@ -89,7 +89,7 @@ class Attention(OneLevelFunction):
         needs = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=False))
         dout = torch.zeros_like(out) if dout is None else dout
         asked = needs["bias"], needs["rel_bias"], needs["k"] or needs["v"]
-        dq, dk, dv, dbias, dsink, drel_bias = torch.ops.heedful.attention_v9_backward.default(
+        dq, dk, dv, dbias, dsink, drel_bias = torch.ops.heedful.attention_v10_backward.default(
             dout, dlse, out, lse, *x, *ctx.options, *asked
         )
         grads = Operands(dq, dk, dv, bias=dbias, sink=dsink, rel_bias=drel_bias)

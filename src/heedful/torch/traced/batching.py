@@ -12,9 +12,9 @@ from heedful.torch.traced.private import untraced
 
 @untraced
 def attention_vmap(info, in_dims, *args):
-    """The rule of heedful::attention_v9."""
+    """The rule of heedful::attention_v10."""
     x, options, _ = split(args)
-    op = torch.ops.heedful.attention_v9.default
+    op = torch.ops.heedful.attention_v10.default
     if not _joins(x, Operands._make(in_dims[: len(x)]), options):
         return _one_by_one(op, info.batch_size, in_dims, args)
     folded = [_fold(t, dim, info.batch_size) for t, dim in zip(x[:3], in_dims, strict=False)]
@@ -28,9 +28,9 @@ def attention_vmap(info, in_dims, *args):
 
 @untraced
 def prefixed_vmap(info, in_dims, *args):
-    """The rule of heedful::prefixed_attention_v9."""
+    """The rule of heedful::prefixed_attention_v10."""
     x, options, _ = split(args[2:])
-    op, size = torch.ops.heedful.prefixed_attention_v9.default, info.batch_size
+    op, size = torch.ops.heedful.prefixed_attention_v10.default, info.batch_size
     dims = Operands._make(in_dims[2 : 2 + len(x)])
     if in_dims[:2] != (None, None) or not _joins(x, dims, options):
         return _one_by_one(op, size, in_dims, args)
@@ -42,7 +42,7 @@ def prefixed_vmap(info, in_dims, *args):
 
 @untraced
 def inference_vmap(op, info, in_dims, *args):
-    """The rule of an overload of heedful::inference_v9, whose results do not depend on an entry's
+    """The rule of an overload of heedful::inference_v10, whose results do not depend on an entry's
     place in the batch."""
     folded = [_fold(t, dim, info.batch_size) for t, dim in zip(args[:3], in_dims, strict=False)]
     sizes = info.batch_size, _batch(args[0], in_dims[0])
@@ -51,9 +51,9 @@ def inference_vmap(op, info, in_dims, *args):
 
 @untraced
 def backward_vmap(info, in_dims, *args):
-    """The rule of heedful::attention_v9_backward."""
+    """The rule of heedful::attention_v10_backward."""
     x, options, (bias_grad, rel_bias_grad, _) = split(args[4:])
-    op = torch.ops.heedful.attention_v9_backward.default
+    op = torch.ops.heedful.attention_v10_backward.default
     size = info.batch_size
     # The gradient of a sink or a bias sums over the batch, which must not be merged with another's.
     alone = x.sink is not None or rel_bias_grad or bias_grad

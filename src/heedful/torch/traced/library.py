@@ -1,6 +1,6 @@
 """The same calls as operators of torch's dispatcher: for torch.compile, functorch transforms, fake
-tensors and subclasses. `torch.ops.heedful.attention_v9` and its backward share validation, planning
-and runners with the eager path; this file only describes them to the dispatcher.
+tensors and subclasses. `torch.ops.heedful.attention_v10` and its backward share validation,
+planning and runners with the eager path; this file only describes them to the dispatcher.
 """
 
 from functools import cache, partial
@@ -71,13 +71,13 @@ _OPTIONS = ", ".join(f"{_TYPES[name]} {name}" for name in Options._fields)
 # needs another name. So do the operators whose code calls attention, which are of its number.
 LIBRARY = torch.library.Library("heedful", "DEF")
 _SCHEMAS = (
-    f"attention_v9({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
+    f"attention_v10({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
     " -> (Tensor out, Tensor lse, Tensor more)",
-    f"attention_v9_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS},"
+    f"attention_v10_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS},"
     f" {_OPTIONS}, bool bias_grad, bool rel_bias_grad, bool kv_grad)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink, Tensor drel_bias)",
     # A cache that is not extended, and a prefix before it: see api/prefix.py.
-    f"prefixed_attention_v9(Tensor k_prefix, Tensor v_prefix, {_OPERANDS}, {_OPTIONS})"
+    f"prefixed_attention_v10(Tensor k_prefix, Tensor v_prefix, {_OPERANDS}, {_OPTIONS})"
     " -> (Tensor out, Tensor lse)",
     # A second derivative, which raises when it is computed: it can be traced where it is not
     # wanted.
@@ -87,8 +87,8 @@ _SCHEMAS = (
     # Dense attention of which only the output is wanted. The dispatcher's time for each argument is
     # a tenth of a call's. So inference does not pass 34 arguments, and only four if all others have
     # their defaults.
-    "inference_v9(Tensor q, Tensor k, Tensor v, bool causal=False) -> Tensor out",
-    "inference_v9.options(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal,"
+    "inference_v10(Tensor q, Tensor k, Tensor v, bool causal=False) -> Tensor out",
+    "inference_v10.options(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal,"
     " int[] window_size, float softcap, int num_splits, str? backend) -> Tensor out",
 )
 for _schema in _SCHEMAS:
@@ -106,7 +106,7 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
             take_shards()
     if x is None:
         if out is None and seed is None and is_compiling() and _is_usual(q, k, v, options):
-            return torch.ops.heedful.inference_v9.default(q, k, v, options.causal)
+            return torch.ops.heedful.inference_v10.default(q, k, v, options.causal)
         x = Operands(q, k, v)
     check_tensors(x, options)
     plain, seed = plain_options(options), plain_seed(seed, x.q.device)
@@ -129,8 +129,8 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
         check_own_out(out, x.q, wants_grad)
         check_out(*map(abstract_spec, (out, x.q, x.v)))
     if out is None and not wants_grad and _is_bare(x, plain):
-        return torch.ops.heedful.inference_v9.options(*x[:3], *_inference_arguments(plain))
-    result, lse, probs = torch.ops.heedful.attention_v9.default(*x, *plain, wants_grad)
+        return torch.ops.heedful.inference_v10.options(*x[:3], *_inference_arguments(plain))
+    result, lse, probs = torch.ops.heedful.attention_v10.default(*x, *plain, wants_grad)
     if out is not None:
         if out.dtype != result.dtype:
             # A copy would not have what rounding took.
@@ -181,7 +181,7 @@ def differentiate(
     if not is_compiling():
         _check_saved(_problem(x, plain, asked), saved)
     args = (*saved, *x, *plain, *asked, True)
-    dq, dk, dv, *more = torch.ops.heedful.attention_v9_backward.default(*args)
+    dq, dk, dv, *more = torch.ops.heedful.attention_v10_backward.default(*args)
     wanted = asked[0], x.sink is not None, asked[1]
     pairs = zip(more, wanted, strict=True)
     return Gradients(dq, dk, dv, *(grad if is_wanted else None for grad, is_wanted in pairs))
@@ -303,7 +303,7 @@ def _attention_fake(*args):
     )
 
 
-# Arguments of heedful::inference_v9.options after v: all others have their defaults.
+# Arguments of heedful::inference_v10.options after v: all others have their defaults.
 _INFERENCE = ("softmax_scale", "causal", "window_size", "softcap", "num_splits", "backend")
 
 
@@ -323,8 +323,8 @@ def _usual_options(causal=False) -> Options:
     return _USUAL[causal]
 
 
-# By overload of inference_v9: what makes Options from its arguments after q, k and v.
-_OVERLOADS = {"inference_v9": _usual_options, "inference_v9.options": _inference_options}
+# By overload of inference_v10: what makes Options from its arguments after q, k and v.
+_OVERLOADS = {"inference_v10": _usual_options, "inference_v10.options": _inference_options}
 
 
 def _made(q, k, v, x: Operands, options: Options, out, seed):
@@ -408,8 +408,8 @@ def take_shards() -> None:
 @cache
 def _take_shards() -> None:
     rules = {
-        "attention_v9": sharded.attend,
-        "attention_v9_backward": sharded.differentiate,
+        "attention_v10": sharded.attend,
+        "attention_v10_backward": sharded.differentiate,
         "second_backward": lambda op, args: sharded.twice(op, *args),
         **{name: partial(_inference_of_shards, of) for name, of in _OVERLOADS.items()},
     }
@@ -434,20 +434,20 @@ def _autocasting(name: str, count: int, device_type: str):
 
 
 for _name, _kernel, _fake in (
-    ("attention_v9", _attention, _attention_fake),
-    ("attention_v9_backward", _backward, _backward_fake),
+    ("attention_v10", _attention, _attention_fake),
+    ("attention_v10_backward", _backward, _backward_fake),
     ("second_backward", _second_backward, _second_backward_fake),
     ("kept_seed", _kept_seed, torch.empty_like),
 ):
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     register_fake(_name, _fake)
-torch.library.register_vmap("heedful::attention_v9", attention_vmap)
-torch.library.register_vmap("heedful::attention_v9_backward", backward_vmap)
+torch.library.register_vmap("heedful::attention_v10", attention_vmap)
+torch.library.register_vmap("heedful::attention_v10_backward", backward_vmap)
 torch.library.register_vmap("heedful::kept_seed", seed_vmap)
 keep_result(torch.ops.heedful.kept_seed.default)
-LIBRARY.impl("attention_v9", partial(attention_autograd, _attention), "Autograd", with_keyset=True)
+LIBRARY.impl("attention_v10", partial(attention_autograd, _attention), "Autograd", with_keyset=True)
 LIBRARY.impl(
-    "attention_v9_backward", partial(backward_autograd, _backward), "Autograd", with_keyset=True
+    "attention_v10_backward", partial(backward_autograd, _backward), "Autograd", with_keyset=True
 )
 for _name, _options_of in _OVERLOADS.items():
     _op = _overload(_name)
@@ -457,6 +457,10 @@ for _name, _options_of in _OVERLOADS.items():
     torch.library.register_vmap(f"heedful::{_name}", partial(inference_vmap, _op))
 for _device in ("cpu", "cuda"):
     # q, k, v and the bias of the one; q, k, v of the others.
-    for _name, _tensors in (("attention_v9", 4), ("inference_v9", 3), ("inference_v9.options", 3)):
+    for _name, _tensors in (
+        ("attention_v10", 4),
+        ("inference_v10", 3),
+        ("inference_v10.options", 3),
+    ):
         _cast = _autocasting(_name, _tensors, _device)
         LIBRARY.impl(_name, _cast, f"Autocast{_device.upper()}")

@@ -38,6 +38,7 @@ _OF_ANY = {
 }
 _DENSE = {"q": "b-h-", "k": "b-h-", "v": "b-h-", "out": "b-h-", "lse": "bh-", **_OF_ANY}
 _DENSE |= {"seqused_q": "b", "seqused_k": "b", "leftpad_k": "b", "q_offsets": "b"}
+_DENSE["origins"] = "b-"
 # Tokens of all sequences, or pages of keys.
 _PACKED = {"q": "-h-", "k": "--h-", "v": "--h-", "out": "-h-", "lse": "h-", **_OF_ANY}
 # These are broadcast where a dim has one element.
@@ -46,7 +47,7 @@ _BROADCAST += ("q_descale", "k_descale", "v_descale")
 _LETTERS = {"b": _BATCH, "h": _HEADS, "-": _WHOLE}
 # Every rank needs all of these: they may be plain tensors, equal on all ranks.
 _SAME = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "q_offsets", "block_table")
-_SAME += ("seed", "block_bits")
+_SAME += ("origins", "seed", "block_bits")
 
 
 def check_shards(options: Options, out: Any, seed: Any) -> None:
@@ -169,11 +170,16 @@ class Spread:
 
     def operands(self, x: Operands) -> Operands:
         """This rank's part of a call's operands."""
-        return Operands._make([self.local(*item) for item in x._asdict().items()])
+        parts = Operands._make([self.local(*item) for item in x._asdict().items()])
+        if x.origins is None:
+            return parts
+        places = parts.origins.clone()
+        places[:, 1] += self._first(_HEADS, self.problem.heads_q)
+        return parts._replace(origins=places)
 
     def options(self, options: Options) -> Options:
         """The options for this rank's part."""
-        if options.dropout_p == 0:
+        if options.dropout_p == 0 or self.problem.origins:
             return options
         batch, head, *rest = options.dropout_origin
         batch += self._first(_BATCH, self.problem.batch)
@@ -219,7 +225,7 @@ class Spread:
 
 
 def attend(op, args: tuple):
-    """heedful::attention_v9 of DTensors."""
+    """heedful::attention_v10 of DTensors."""
     x, options, (needs_grad,) = split(args)
     spread = Spread(x, options, (needs_grad, False, False))
     problem = spread.problem
@@ -236,14 +242,14 @@ def attend(op, args: tuple):
 
 
 def infer(op, x: Operands, options: Options, rest: tuple):
-    """An overload of heedful::inference_v9, of q, k, v and the rest, of DTensors."""
+    """An overload of heedful::inference_v10, of q, k, v and the rest, of DTensors."""
     spread = Spread(x, options, (False, False, False))
     out = op(*spread.operands(x)[:3], *rest)
     return spread.whole("out", out, spread.problem.out_shape)
 
 
 def differentiate(op, args: tuple):
-    """heedful::attention_v9_backward of DTensors."""
+    """heedful::attention_v10_backward of DTensors."""
     dout, dlse, out, lse, *rest = args
     x, options, (bias_grad, rel_bias_grad, kv_grad) = split(tuple(rest))
     spread = Spread(x, options, (True, bias_grad, rel_bias_grad))

@@ -56,6 +56,7 @@ def test_fours_of_neighbours_are_those_of_the_reference_and_a_word_at_the_thresh
             Scalar(int(threshold.astype(np.int32))),
             None,
             *[Scalar(0)] * 4,
+            origins=None,
             IS_ON=True,
             IS_QUAD=True,
         )
@@ -70,22 +71,33 @@ def test_fours_of_neighbours_are_those_of_the_reference_and_a_word_at_the_thresh
 
 @interpreted
 @pytest.mark.parametrize("is_quad", [True, False])
-@pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.parametrize("told", ["by the launch", "after the seed", "of each sequence"])
 @pytest.mark.parametrize("origin", [(0, 0, 0, 0), (5, 3, 9, 12), (2**32 - 2, 1, 2**31, 8)], ids=str)
-def test_a_mask_is_the_references_wherever_its_place_is_told(origin, in_memory, is_quad):
+def test_a_mask_is_the_references_wherever_its_place_is_told(origin, told, is_quad):
     b, h = 1, 2
     signed = [n - 2**32 if n >= 2**31 else n for n in origin]
-    seed = torch.tensor([SEED, *origin] if in_memory else [SEED], dtype=torch.int64)
-    place = [None if in_memory else Scalar(n) for n in signed]
+    seed = torch.tensor([SEED, *origin] if told == "after the seed" else [SEED], dtype=torch.int64)
+    place = [Scalar(n) if told == "by the launch" else None for n in signed]
     threshold = int(np.uint32(round((1 - P) * 2**32)).astype(np.int32))
+    own = told == "of each sequence"
     dropout = Dropout(
-        Pointer("seed", "int64"), Scalar(threshold), None, *place, IS_ON=True, IS_QUAD=is_quad
+        Pointer("seed", "int64"),
+        Scalar(threshold),
+        None,
+        *place,
+        origins=Pointer("origins", "int32") if own else None,
+        IS_ON=True,
+        IS_QUAD=is_quad,
     )
+    # That of the sequence before it is another; columns of groups of four count in fours.
+    row, column = [n + own * b * (place == 0) for place, n in enumerate(signed)], signed[3]
+    row[3] = column // 4 if is_quad else column
+    origins = torch.tensor([[9] * 4, row], dtype=torch.int64).to(torch.int32)
     out = torch.full((M, N), -1, dtype=torch.int8)
     parameters = {"out": Pointer("out", "int8"), "b": Scalar(b), "h": Scalar(h)}
     parameters |= {"dropout": dropout, "M": M, "N": N}
     call = KernelCall(KernelRef(__name__, "draw"), (1, 1, 1), parameters)
-    run_call(call, {"out": out, "seed": seed})
+    run_call(call, {"out": out, "seed": seed, "origins": origins})
     assert np.array_equal(out.numpy(), keep_mask(SEED, P, b, h + 1, M, N, origin)[h])
 
 

@@ -1,18 +1,26 @@
 """A call's place in a larger problem: shards draw the dropout mask that the whole call draws."""
 
+from itertools import product
 from typing import Any
 
+import jax
 import pytest
 import torch
+from jax import numpy as jnp
 
+import heedful.jax as jax_heedful
 import heedful.torch as typed
 from heedful.core.call.operands import Operands
 from support.problems.budget import check
 from support.problems.cases import Case, build
+from support.problems.grids import slow_but
+from support.runs import jax_api, standin
 from support.runs.api import compiled, dense, results
 
 # What is passed here is more than the signatures say.
 heedful: Any = typed
+# Tokens and heads of q, k and v.
+SIZES = ((10, 4), (24, 2), (24, 2))
 
 
 def shards(tensors: Any, heads: int, group: int):
@@ -75,6 +83,126 @@ def test_a_place_in_a_larger_problem_agrees_with_the_oracle(origin, varlen):
     check(built, results(built, dropout_origin=origin))
 
 
+LENGTHS = {"dense": {}, "used": {"used": "qk"}, "packed": {"varlen": "qk"}}
+
+
+JAX_BY_DEFAULT = (4, "packed", "jax")
+
+
+@pytest.mark.parametrize(
+    "columns, lengths, way",
+    [
+        pytest.param(*row, marks=[pytest.mark.slow] * (row[2] == "jax" and row != JAX_BY_DEFAULT))
+        for row in product((1, 4), LENGTHS, ("torch", "jax"))
+    ],
+)
+def test_a_place_of_each_sequence_agrees_with_the_oracle(columns, lengths, way):
+    facts: dict[str, Any] = {"origins": columns, "causal": True, **LENGTHS[lengths]}
+    built = build(Case(dropout_p=0.4, heads_q=4, batch=3, **facts))
+    check(built, (results if way == "torch" else jax_api.results)(built))
+
+
+@pytest.mark.parametrize("way", slow_but({"eager"}, ("eager", "compiled")))
+def test_a_place_of_each_sequence_is_that_of_calls_apart(way):
+    """Packed and dense, with gradients; as a count of fours, and int64."""
+    torch.manual_seed(1)
+    tensors = [torch.randn(3, n, heads, 16, requires_grad=True) for n, heads in SIZES]
+    rows, more = [(5, 0, 12, 8), (5, 2, 0, 4), (2**20, 1, 7, 0)], {"dropout_p": 0.4}
+    more |= {"causal": True, "dropout_seed": 5}
+    places, dout = torch.tensor(rows), torch.randn(3, 10, 4, 16)
+
+    def found(call, *given):
+        out = call(*tensors, *given).view(3, 10, 4, 16)
+        return out, *torch.autograd.grad(out, tensors, dout)
+
+    def apart(*qkv):
+        parts = zip(*(t.split(1) for t in qkv), rows, strict=True)
+        called = (heedful.flash_attn_func(*x, dropout_origin=o, **more) for *x, o in parts)
+        return torch.cat([*called])
+
+    def dense_call(q, k, v, places):
+        return heedful.flash_attn_func(q, k, v, dropout_origin=places, **more)
+
+    def packed_call(q, k, v, places):
+        bounds = [torch.arange(4, dtype=torch.int32) * n for n in (10, 24)]
+        flat = (t.flatten(0, 1) for t in (q, k, v))
+        return heedful.flash_attn_varlen_func(*flat, *bounds, 10, 24, dropout_origin=places, **more)
+
+    fours = heedful.Quads(places // torch.tensor([1, 1, 1, 4]))
+    calls = (dense_call, packed_call) if way == "eager" else (compiled(dense_call),)
+    for call in calls:
+        for given in (places, places.int(), fours):
+            for got, want in zip(found(call, given), found(apart), strict=True):
+                torch.testing.assert_close(got, want)
+    out, lse = heedful.flash_attn_func(*tensors, dropout_origin=fours, return_lse=True, **more)
+    grads = heedful.attention_backward(
+        dout,
+        *(t.detach() for t in tensors),
+        out.detach(),
+        lse.detach(),
+        dropout_origin=fours,
+        **more,
+    )
+    for got, want in zip(grads, torch.autograd.grad(out, tensors, dout), strict=False):
+        assert torch.equal(got, want)
+
+
+def test_jax_traces_a_place_of_each_sequence():
+    q, k, v = (jnp.asarray(t.detach().numpy()) for t in dense())
+    places = jnp.array([(5, 0, 12, 8), (7, 1, 0, 4)])
+
+    def call(places):
+        more = {"dropout_p": 0.4, "dropout_seed": 5, "causal": True}
+        return jax_heedful.flash_attn_func(q, k, v, dropout_origin=places, **more)
+
+    want = call(places)
+    fours = places // jnp.array([1, 1, 1, 4])
+    assert (jax.jit(call)(places) == want).all()
+    assert (jax.jit(lambda p: call(jax_heedful.Quads(p)))(fours) == want).all()
+
+
+@pytest.mark.slow
+def test_jax_maps_a_place_of_each_sequence():
+    q, k, v = (jnp.asarray(t.detach().numpy()) for t in dense())
+    places = jnp.array([[(5, 0, 12, 8), (7, 1, 0, 4)], [(2, 0, 1, 3), (7, 1, 0, 4)]])
+
+    def call(places):
+        more = {"dropout_p": 0.4, "dropout_seed": 5}
+        return jax_heedful.flash_attn_func(q, k, v, dropout_origin=places, **more)
+
+    many = jax.vmap(call)(places)
+    assert (many[0] == call(places[0])).all() and (many[1] == call(places[1])).all()
+
+
+@pytest.mark.parametrize(
+    "wrong, kind, words",
+    [
+        (torch.zeros(3, 4, dtype=torch.int32), ValueError, r"must have shape \(batch, 4\)"),
+        (torch.zeros(2, 3, dtype=torch.int32), ValueError, r"must have shape \(batch, 4\)"),
+        (torch.zeros(2, 4), TypeError, "must be int32 or int64"),
+        (torch.full((2, 4), -1), ValueError, "must hold values from 0"),
+        (heedful.Quads(torch.zeros(4, dtype=torch.int32)), TypeError, "must be Quads of an array"),
+        (heedful.Quads(3), TypeError, "must be Quads of an array"),
+    ],
+)
+def test_a_wrong_place_of_each_sequence_is_named(wrong, kind, words):
+    q, k, v = dense()
+    with pytest.raises(kind, match=f"^dropout_origin {words}"):
+        heedful.flash_attn_func(q, k, v, dropout_p=0.5, dropout_origin=wrong)
+
+
+def test_places_of_sequences_run_on_hopper_if_their_columns_count_in_fours():
+    pytest.importorskip("triton")
+    q = torch.randn(2, 128, 4, 64).bfloat16()
+    places, more = torch.zeros(2, 4, dtype=torch.int32), {"dropout_p": 0.5, "backend": "hopper"}
+    with standin.gpu("H200"):
+        call = heedful.flash_attn_func
+        said = heedful.explain(call, q, q, q, dropout_origin=heedful.Quads(places), **more)
+        assert "forward   hopper" in said
+        with pytest.raises(ValueError, match="from a column that is no multiple of 4"):
+            heedful.explain(call, q, q, q, dropout_origin=places, **more)
+
+
 def test_a_place_without_dropout_is_no_other_problem():
     q, k, v = dense()
     texts = [
@@ -85,6 +213,10 @@ def test_a_place_without_dropout_is_no_other_problem():
     x = Operands(q, k, v)
     assert torch.equal(
         heedful.flash_attn_func(*x[:3], dropout_origin=(1, 2, 3, 5)),
+        heedful.flash_attn_func(q, k, v),
+    )
+    assert torch.equal(
+        heedful.flash_attn_func(q, k, v, dropout_origin=torch.ones(2, 4, dtype=torch.int64)),
         heedful.flash_attn_func(q, k, v),
     )
 

@@ -120,7 +120,7 @@ def test_too_many_kinds_are_forgotten():
 
 
 def test_operators_say_that_they_comply_with_torch_compile():
-    for name in ("attention_v9", "attention_v9_backward"):
+    for name in ("attention_v10", "attention_v10_backward"):
         overload = getattr(torch.ops.heedful, name).default
         assert torch.Tag.pt2_compliant_tag in overload.tags
 

@@ -202,7 +202,7 @@ def test_far_rows_of_a_traced_shared_prefix_are_merged_within_the_budget(problem
             return by_shared_prefix(problem)(built)
 
     far_scores.check(problem, results)
-    assert torch.ops.heedful.prefixed_attention_v9.default in seen
+    assert torch.ops.heedful.prefixed_attention_v10.default in seen
 
 
 @pytest.mark.parametrize("mapped", range(3), ids=["outs", "lses", "sink"])

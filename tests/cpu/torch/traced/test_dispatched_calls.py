@@ -145,7 +145,7 @@ def test_no_gradient_is_recorded_of_a_step():
     given["q"].requires_grad_()
     with Onlooker() as onlooker:
         assert not heedful.flash_attn_with_kvcache(**given).requires_grad
-    assert onlooker.seen[-1] in ("inference_v9.options", "attention_v9")
+    assert onlooker.seen[-1] in ("inference_v10.options", "attention_v10")
 
 
 def tensors(grad: bool = False) -> list[torch.Tensor]:
@@ -198,8 +198,8 @@ def test_a_dense_call_is_the_eager_one_and_so_are_its_gradients(name, grad):
     bare = not grad and not set(keywords) - {
         *("causal", "window_size", "softmax_scale", "softcap", "num_splits", "backend")
     }
-    forward = "inference_v9.options" if bare else "attention_v9"
-    assert onlooker.seen == [forward, *(["attention_v9_backward"] if grad else [])]
+    forward = "inference_v10.options" if bare else "attention_v10"
+    assert onlooker.seen == [forward, *(["attention_v10_backward"] if grad else [])]
 
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "bias", "sink", "kv", "q bias", "v sink"])
@@ -287,7 +287,7 @@ def test_fake_gradients_have_the_metadata_of_real_ones(sink, bias_grad, kv_grad)
         None,
         None,
     )
-    operator = torch.ops.heedful.attention_v9_backward.default
+    operator = torch.ops.heedful.attention_v10_backward.default
     tail = (*options, (0, 0, 0, 0), bias_grad, False, kv_grad)
     want = operator(out, lse, out, lse, *x, *tail)
     with FakeTensorMode() as mode:

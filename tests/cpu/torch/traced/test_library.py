@@ -14,7 +14,7 @@ import heedful.torch as heedful
 from heedful.core.call.operands import Operands
 from support.problems.grids import slow_but
 
-ATTENTION = torch.ops.heedful.attention_v9.default
+ATTENTION = torch.ops.heedful.attention_v10.default
 ABSENT = (None,) * (len(Operands._fields) - 3)
 
 
@@ -234,7 +234,7 @@ def test_the_operator_passes_opcheck(kind):
     [("default", ()), ("default", (True,)), ("options", (0.3, True, (2, 0), 1.5, 1, "cpu"))],
 )
 def test_the_inference_operators_pass_opcheck(overload, options):
-    op = getattr(torch.ops.heedful.inference_v9, overload)
+    op = getattr(torch.ops.heedful.inference_v10, overload)
     torch.library.opcheck(op, (*dense(grad=False), *options))
 
 
@@ -256,17 +256,17 @@ def test_a_compiled_call_for_the_output_alone_passes_few_arguments():
     q, k, v = dense(grad=False)
     causal = partial(heedful.flash_attn_func, causal=True)
     for function in (heedful.flash_attn_func, causal):
-        assert "heedful.inference_v9.default" in graph_of(function, q, k, v)
-        assert "heedful.inference_v9" not in graph_of(function, *dense())
+        assert "heedful.inference_v10.default" in graph_of(function, q, k, v)
+        assert "heedful.inference_v10" not in graph_of(function, *dense())
     capped = partial(heedful.flash_attn_func, softcap=2.0)
-    assert "heedful.inference_v9.options" in graph_of(capped, q, k, v)
+    assert "heedful.inference_v10.options" in graph_of(capped, q, k, v)
     others: list[dict[str, Any]] = [
         {"return_lse": True},
         {"sink": torch.zeros(4)},
         {"dropout_p": 0.5},
     ]
     for more in others:
-        assert "heedful.inference_v9" not in graph_of(
+        assert "heedful.inference_v10" not in graph_of(
             partial(heedful.flash_attn_func, **more), q, k, v
         )
 
@@ -281,7 +281,7 @@ def test_the_inference_operator_runs_under_vmap_and_autocast_when_compiled():
     assert_same(compiled(torch.func.vmap(attention))(*many), torch.func.vmap(attention)(*many))
     with torch.autocast("cpu", torch.bfloat16):
         assert_same(compiled(attention)(q, k, v), attention(q, k, v))
-        low = torch.ops.heedful.inference_v9(q, k, v)
+        low = torch.ops.heedful.inference_v10(q, k, v)
     assert low.dtype == torch.bfloat16
 
 
@@ -291,7 +291,7 @@ def test_the_backward_operator_passes_opcheck():
     out, lse, _ = ATTENTION(*args, False)
     cotangents = torch.randn_like(out), torch.randn_like(lse)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    op = torch.ops.heedful.attention_v9_backward.default
+    op = torch.ops.heedful.attention_v10_backward.default
     for kv_grad in (True, False):
         wanted = (False, False, kv_grad)
         torch.library.opcheck(op, (*cotangents, out, lse, *args, *wanted), test_utils=tests)

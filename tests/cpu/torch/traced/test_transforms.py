@@ -215,7 +215,7 @@ def test_forward_mode_raises_in_a_dual_level():
             with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
                 call(q, k, v, bias)
         with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-            torch.ops.heedful.inference_v9(q, k, v)
+            torch.ops.heedful.inference_v10(q, k, v)
 
 
 OUTER = {"grad": grad, "jacrev": jacrev}
@@ -252,7 +252,7 @@ def test_what_has_no_gradient_says_so_to_transforms(way):
 @pytest.mark.parametrize("overload", ["default", "options"])
 def test_an_operator_for_the_output_alone_is_differentiable(overload):
     """As in a graph that was exported without gradients, and is trained."""
-    op = getattr(torch.ops.heedful.inference_v9, overload)
+    op = getattr(torch.ops.heedful.inference_v10, overload)
     options = (True,) if overload == "default" else (None, True, (2, 0), 1.5, 1, None)
     keywords = {} if overload == "default" else {"window_size": (2, 0), "softcap": 1.5}
 

@@ -11,7 +11,7 @@ query rows, N keys (64), J pairs of neighbouring queries.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.common.philox import origin_of, quad_words
+from heedful.kernels.common.philox import place_of, quad_words
 from heedful.kernels.hopper.backward.mask import hide_by_bits, hide_by_words, hide_queries
 from heedful.kernels.hopper.backward.tile import query_tile
 from heedful.kernels.hopper.sm90.compat import inline_asm
@@ -79,11 +79,10 @@ def signed_pairs(p_NJ, dropout, tile, head, row, col):
     N: gl.constexpr = p_NJ.shape[0]
     M: gl.constexpr = p_NJ.shape[1] * 2
     counters: gl.constexpr = counters_layout(M, gl.num_warps())
-    origin_b, origin_h, origin_m, origin_n = origin_of(dropout)
+    batch, head, origin_m, origin_n = place_of(dropout, tile.batch, head)
     quad_N = gl.arange(0, N // 4, layout=gl.SliceLayout(1, counters)) * 4 + (col + origin_n)
     row_M = gl.arange(0, M, layout=gl.SliceLayout(0, counters)) + (row + origin_m)
     zero_NM = gl.zeros([N // 4, M], gl.uint32, counters)
-    head, batch = head + origin_h, tile.batch + origin_b
     w0, w1, w2, w3 = quad_words(dropout, quad_N[:, None], row_M[None, :], head, batch, zero_NM)
     threshold = dropout.threshold.to(gl.uint32)
     text: gl.constexpr = _signs(M)

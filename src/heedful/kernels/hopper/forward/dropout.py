@@ -6,7 +6,7 @@ M query rows, N keys.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.common.philox import kept_quads, origin_of
+from heedful.kernels.common.philox import kept_quads, place_of
 
 
 @gluon.constexpr_function
@@ -24,11 +24,10 @@ def keep_tile(dropout, tile, row, col, M: gl.constexpr, N: gl.constexpr, layout:
     """Which scores of rows from `row` on and keys from `col` on are kept: one counter for
     4 keys."""
     quads: gl.constexpr = quads_layout(M, N)
-    origin_b, origin_h, origin_m, origin_n = origin_of(dropout)
+    batch, head, origin_m, origin_n = place_of(dropout, tile.batch, tile.head)
     rows_M = gl.arange(0, M, layout=gl.SliceLayout(1, quads)) + (row + origin_m)
     quad_N = gl.arange(0, N // 4, layout=gl.SliceLayout(0, quads)) * 4 + (col + origin_n)
     zero_MN = gl.zeros([M, N // 4], gl.uint32, quads)
-    head, batch = tile.head + origin_h, tile.batch + origin_b
     # Only bytes change the layout; the words themselves would be four times as much data.
     k0, k1, k2, k3 = kept_quads(dropout, quad_N[None, :], rows_M[:, None], head, batch, zero_MN)
     # join adds an innermost axis, so [.., x, y] holds word 2 * x + y.

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.args.shared import Dropout
-from heedful.kernels.common.philox import origin_of, philox_words, seed_words
+from heedful.kernels.common.philox import philox_words, place_of, seed_words
 
 
 @triton.jit
@@ -62,11 +62,11 @@ def keep_tile(
 ):
     """Which scores [M, N] of the tile from (row0, col0) on are kept, of head h in sequence b.
     Indices in the whole problem are modulo 2^32. words: the result of `dropout_words`."""
-    origin_b, origin_h, origin_m, origin_n = origin_of(dropout)
+    seq, head, origin_m, origin_n = place_of(dropout, b, h)
     row = origin_m + row0
     col = origin_n + col0
-    head = (origin_h + h).to(tl.uint32)
-    seq = (origin_b + b).to(tl.uint32)
+    head = head.to(tl.uint32)
+    seq = seq.to(tl.uint32)
     if dropout.IS_QUAD:
         return keep_quads(words, row, col, head, seq, BLOCK_M, BLOCK_N)
     else:
