@@ -26,7 +26,7 @@ _PUBLIC = {
     "unpack_latent": "heedful.torch",
     "explain": "heedful.torch",
     "flex_attention": "heedful.torch",
-    "Quads": "heedful.core.call.arguments",
+    "Quads": "heedful.torch",
     "BlockMask": "heedful.masks",
     "load_pack": "heedful.launch.code.packs",
     "record": "heedful.launch.record",

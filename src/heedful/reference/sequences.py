@@ -80,12 +80,12 @@ def sequences(problem: AttentionProblem, x: Operands) -> Iterator[Sequence]:
         mask = problem.mask
         if offsets:
             mask = replace(mask, shift=max(1 - FAR, min(offsets[b], FAR - 1)))
-        batch, *place, column = problem.dropout_origin
-        batch += b
+        batch, head, row, column = problem.dropout_origin
+        origin = batch + b, head, row, column
         if problem.origins:
-            batch, *place, column = origins[b]
-            column *= problem.origins
-        yield Sequence(b, q_token, len_q, len_k, mask, (batch, *place, column), spans)
+            batch, head, row, column = origins[b]
+            origin = batch, head, row, column * problem.origins
+        yield Sequence(b, q_token, len_q, len_k, mask, origin, spans)
 
 
 def _stored_keys(x: Operands) -> int:

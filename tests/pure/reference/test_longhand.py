@@ -73,6 +73,8 @@ def draw(seed: int) -> Case:
         facts |= {"bias_dtype": sometimes("bool")}
     facts |= {"rel_bias": sometimes(1, 4, 9)}
     facts |= {"q_offsets": sometimes(True)}
+    if facts["dropout_p"]:
+        facts |= {"origins": sometimes(1, 4)}
     facts = {name: value for name, value in facts.items() if value is not None}
     return Case(**facts, seed=seed + 1000 * FRESH)
 

@@ -402,7 +402,7 @@ def _problem(case: Case, x: Operands) -> AttentionProblem:
         num_splits=case.num_splits,
         v_in_k=case.v_in_k,
         **storage(array_spec(x.q), array_spec(x.k), array_spec(x.v), None),
-        dropout_origin=case.dropout_origin,
+        dropout_origin=case.dropout_origin if not case.origins else (0, 0, 0, 0),
         origins=case.origins if case.dropout_p else 0,
     )
     problem.validate()

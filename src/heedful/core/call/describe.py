@@ -421,7 +421,7 @@ def _check_rel_bias(x: Operands, sizes: _Sizes) -> bool:
 
 
 def _check_origins(x: Operands, options: Options, sizes: _Sizes) -> int:
-    """What a column of origins is multiplied by, 0 without them."""
+    """By how much a column of origins counts, 0 without them."""
     if x.origins is None:
         return 0
     check_dtype("dropout_origin", x.origins.dtype, "int32", "int64")

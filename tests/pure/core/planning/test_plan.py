@@ -340,6 +340,7 @@ def test_every_feature_has_words_and_a_problem_that_asks_for_it():
         "diagonal": {"mask": MaskSpec(-1, 0, 0, False)},
         "softcap": {"softcap": 0.5},
         "dropout": {"dropout_p": 0.1},
+        "origins": {"dropout_p": 0.1, "origins": 4},
         "varlen": {"total_q": 4},
         "seqused": {"used_q": True},
         "paged": {"page_size": 1, "even_rows": True},
@@ -361,7 +362,7 @@ def test_every_feature_has_words_and_a_problem_that_asks_for_it():
     for mask in (MaskSpec(-1, 0, 0, False), MaskSpec(-1, 0, shift=3), MaskSpec(-1, 0, shift=-3)):
         assert dense(**base, mask=mask).features() == {"causal", "diagonal"}
     implied = {"first_keys": {"window"}, "diagonal": {"causal"}, "deterministic": {"backward"}}
-    implied |= {"uneven_rows": {"seqused"}}
+    implied |= {"uneven_rows": {"seqused"}, "origins": {"dropout"}}
     for name, facts in asks.items():
         assert dense(**{**base, **facts}).features() == {name} | implied.get(name, set())
         assert FEATURES[name].strip()
