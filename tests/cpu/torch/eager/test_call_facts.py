@@ -260,7 +260,7 @@ def test_a_key_is_all_that_a_plan_depends_on_of_tensors():
     key = keys.call_key(q, k, v, x, out, SEED, 4)
     of_out = (own, (1, 3, 2, 4), (24, 8, 4, 1), torch.float32, CPU, 0, False, False)
     of_seed = (own, (1,), (1,), torch.int64, CPU, 0, False, False)
-    rest = (None, None, None, of_q, *(None,) * 19)
+    rest = (None, None, None, of_q, *(None,) * 20)
     assert key == (*sizes, (0, 4, 0), False, rest, of_out, of_seed)
     private: Any = torch
     for place in range(3):

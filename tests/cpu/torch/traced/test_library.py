@@ -216,11 +216,11 @@ def operator_arguments(kind: str) -> tuple:
         return (*dense(), *ABSENT, "dense", None, None, *options, True)
     tensors = inputs((5, 4, 16), (7, 2, 16), (7, 2, 8))
     if kind == "varlen":
-        lengths = (*(None,) * 4, ints(0, 2, 5), ints(0, 3, 7), *(None,) * 17)
+        lengths = (*(None,) * 4, ints(0, 2, 5), ints(0, 3, 7), *(None,) * 18)
         return (*tensors, *lengths, "varlen", 3, 4, *options, True)
     bias, sink, seed = torch.randn(5, 7, requires_grad=True), *inputs((4,)), torch.tensor([3])
     relative = torch.randn(4, 9, requires_grad=True)
-    extras = (bias, relative, torch.rand(4), sink, *(None,) * 13, seed, *(None,) * 5)
+    extras = (bias, relative, torch.rand(4), sink, *(None,) * 14, seed, *(None,) * 5)
     return (*dense(), *extras, "dense", None, None, 0.3, *options[1:], True)
 
 
