@@ -9,6 +9,7 @@ import torch
 
 import heedful.torch as heedful
 from heedful import masks
+from heedful.core.registry.by_hand import named
 from support.captures import graph_capture
 from support.hopper.device import ON_HOPPER
 from support.problems.budget import check, run
@@ -80,6 +81,15 @@ def test_gradients_of_the_hopper_kernels_are_within_their_budget(case):
         assert runner.plan.backward == "hopper"
 
 
+@pytest.mark.parametrize(
+    "case", [c for c in GRADIENTS if c.key_ranges == 1 and c.head_dim <= 128], ids=str
+)
+def test_gradients_are_within_their_budget_where_rows_are_hidden_by_their_sums(case):
+    for seed, sizes in enumerate(SIZES):
+        runner = Prepared("hopper+hides_rows=1")
+        run(runner, replace(case, **sizes, backward=True, seed=case.seed + seed), "cuda")
+
+
 @pytest.mark.parametrize("case", PORTABLE, ids=str)
 def test_gradients_of_public_calls_are_within_their_budget(case):
     for seed, sizes in enumerate(SIZES[:2]):
@@ -118,8 +128,10 @@ def test_masks_of_long_sequences_agree_with_a_bias(kind, head_dim):
     want = results(bias=seen)
     got = results(key_ranges=ranges)
     in_order = [results(key_ranges=ranges, deterministic=True) for _ in range(2)]
-    for one, ordered, again, other in zip(got, *in_order, want, strict=True):
+    hidden = results(key_ranges=ranges, backend=named("hopper", hides_rows=1))
+    for one, ordered, again, by_rows, other in zip(got, *in_order, hidden, want, strict=True):
         torch.testing.assert_close(one, other, atol=0.03, rtol=0.03)
+        torch.testing.assert_close(by_rows, other, atol=0.03, rtol=0.03)
         torch.testing.assert_close(ordered, other, atol=0.03, rtol=0.03)
         assert torch.equal(ordered, again)
 

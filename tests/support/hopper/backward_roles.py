@@ -249,7 +249,10 @@ class Device:
             queries += [begin, begin, begin, end]
         of_keys = SimpleNamespace(key_hulls=Pointer(keys), entries=None, blocks=Int(0))
         return SimpleNamespace(
-            of_keys=of_keys, query_hulls=Pointer([*map(Int, queries)]), entries=None
+            of_keys=of_keys,
+            query_hulls=Pointer([*map(Int, queries)]),
+            entries=None,
+            HIDES_ROWS=False,
         )
 
     def lists(self):

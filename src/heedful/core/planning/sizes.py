@@ -17,6 +17,7 @@ from heedful.core.planning.splits import (
     asked_splits,
     backward_splits,
     choose_splits,
+    even_shares,
     programs_of_known_parts,
     programs_of_parts,
 )
@@ -161,9 +162,8 @@ def _programs_of_parts(config: HopperForwardConfig, problem: AttentionProblem, u
     tiles, parts = hopper_tiles(config, problem), config.parts(problem)
     if problem.varlen_q or problem.used_q or problem.ragged_k:
         return programs_of_parts(tiles, parts, units * _LEAST_TURNS)
-    is_causal = problem.mask.right >= 0 and problem.mask.left < 0
-    lengths = problem.seqlen_q, problem.seqlen_k
-    return programs_of_known_parts(tiles, parts, units, *lengths, int(is_causal))
+    causal = int(problem.mask.right >= 0 and problem.mask.left < 0)
+    return programs_of_known_parts(tiles, parts, units, problem.seqlen_q, problem.seqlen_k, causal)
 
 
 def heads_in_l2(problem: AttentionProblem, device: DeviceSpec) -> int:
@@ -381,7 +381,7 @@ def _shared_keys(
     is less to do. Scratch for two segments of each share, or, if the caller fixes the splits, for
     all segments of a row tile.
 
-    evens: whether shares are those of `_even_shares`, a few less where equal lengths then have
+    evens: whether shares are those of `even_shares`, a few less where equal lengths then have
     fewer segments. In a mixed batch nobody knows how many sequences are short, so there they are
     not. consumers: how many share the columns; each has its own scratch and counters.
     halves: whether partial results are float16, over values of 8 bits that a head has one scale
@@ -400,7 +400,7 @@ def _shared_keys(
     lines = rows * heads
     places = larger(1, plan.device.units * config.programs // larger(1, lines))
     if evens and not plan.short_q:
-        places = _even_shares(places, problem.batch)
+        places = even_shares(places, problem.batch)
     shares = smaller(places, units * parts)
     programs, units = shares * lines, units * lines
     numbers = {"tiles": tiles, **_short_q(plan)}
@@ -417,16 +417,6 @@ def _shared_keys(
         # Counters of the finished segments of each work tile: 0 again after the merge.
         Workspace.of("counts", consumers * units, dtype="int32", zeroed=True, left_zero=True),
     )
-
-
-def _even_shares(places, batch):
-    """Shares of a line of `batch` work tiles: one share for each work tile, or the same number for
-    each, if less than a sixteenth of the places then stays idle. Equal lengths then have fewer
-    segments."""
-    batch = larger(1, batch)
-    few = ceil_div(batch, ceil_div(batch, places))
-    shares = if_above(batch, places, few, places // batch * batch)
-    return if_above(16 * shares, 15 * places, shares, places)
 
 
 _FORWARD = {
@@ -586,7 +576,8 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
         grid = (key_blocks * problem.batch * problem.heads_k, 1, 1)
         launches["hopper.query_hulls"] = LaunchSizes(grid, numbers)
         entries = head_tiles * problem.heads_k
-        workspaces += [hulls, Workspace.of("query_hulls", entries, 4, dtype="int32")]
+        of_keys = Workspace.of("query_hulls", entries, 4 + config.hides_rows, dtype="int32")
+        workspaces += [hulls, of_keys]
     if problem.varlen_k:
         launch, varlen_tiles = _varlen_scheduler(plan, problem, head_tiles)
         launches |= launch

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from heedful.core.base.device import DeviceSpec
-from heedful.core.base.symbols import larger, opaque, smaller
+from heedful.core.base.symbols import if_above, larger, opaque, smaller
 from heedful.core.call.problem import ITEM_BITS, AttentionProblem
 
 MAX_SPLITS = 128
@@ -162,6 +162,16 @@ def programs_of_known_parts(
     if is_causal and 2 * seqlen_q > seqlen_k:
         work, wait = tiles * (2 * seqlen_k - seqlen_q), units * 2 * seqlen_k
     return 1 if 8 * wait <= 9 * work else parts
+
+
+def even_shares(places: int, batch: int) -> int:
+    """Shares of a line of `batch` work tiles: one share for each work tile, or the same number for
+    each, if less than a sixteenth of the places then stays idle. Equal lengths then have fewer
+    segments."""
+    batch = larger(1, batch)
+    few = -(-batch // -(-batch // places))
+    shares = if_above(batch, places, few, places // batch * batch)
+    return if_above(16 * shares, 15 * places, shares, places)
 
 
 def candidates(programs: int, tiles: int, units: int) -> list[int]:

@@ -11,7 +11,7 @@ from heedful.core.registry.configs import ConfigRow
 
 _BACKWARD = ("draws", "last_waves", "splits", "heads_innermost")
 OPTIONS = {
-    "hopper.backward": (*_BACKWARD, "block_n"),
+    "hopper.backward": (*_BACKWARD, "block_n", "hides_rows"),
     "hopper.backward_pair": _BACKWARD,
     "hopper.backward_wide": _BACKWARD,
     "hopper.backward_halves": _BACKWARD,

@@ -362,6 +362,8 @@ class HopperBackwardConfig(TileConfig):
     how many splits the visits of a key tile have, each a work tile; 0: core/planning/splits.py
     chooses. heads_innermost: under a causal mask, all query heads of a KV head visit a key tile
     with one query tile after the other, and half of the key tiles go from the last query tile.
+    hides_rows: by key_ranges, query tiles of which some rows see all of a key tile, and the others
+    nothing, need no mask.
     """
 
     dout_stages: int = 2
@@ -375,15 +377,25 @@ class HopperBackwardConfig(TileConfig):
     last_waves: int = 0
     splits: int = 1
     heads_innermost: bool = False
+    hides_rows: bool = False
 
     def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
         # Two stages of wide keys would fill shared memory, where the words of a block mask lie.
-        made = replace(self, heads_innermost=self.heads_innermost and _is_triangle(problem))
+        made = replace(
+            self,
+            heads_innermost=self.heads_innermost and _is_triangle(problem),
+            hides_rows=self.hides_rows and _has_one_range(problem),
+        )
         if self.dq_regs is not None and self.block_n == CONSUMER_ROWS:
             # Each has two stages of queries, and work tiles half as many keys.
             return replace(made, block_m=CONSUMER_ROWS, num_stages=4)
         fits = problem.block_mask == 0 or problem.head_dim <= 64
         return made if fits else replace(made, k_stages=1)
+
+
+def _has_one_range(problem: AttentionProblem) -> bool:
+    """Whether each row has one range of keys, and no list."""
+    return problem.key_ranges == 1 and problem.block_mask == 0
 
 
 def _is_triangle(problem: AttentionProblem) -> bool:

@@ -45,16 +45,19 @@ class HopperBackwardSizes(NamedTuple):
 
 class BackwardHulls(NamedTuple):
     """of_keys: which keys rows see. query_hulls: which query tiles see a key tile, see
-    hopper/backward/query_hulls.py. entries: of a KV head, None where heads share them."""
+    hopper/backward/query_hulls.py. entries: of a KV head, None where heads share them. HIDES_ROWS:
+    see `HopperBackwardConfig`."""
 
     of_keys: KeyHulls
     query_hulls: In[Ptr]
     entries: Num
+    HIDES_ROWS: Const
 
 
 class QueryHullIO(NamedTuple):
-    """query_hulls: int32 (entries, 4). heads: KV heads that have entries of their own, and how many
-    query heads each of them has. blocks: key tiles of the longest sequence. entries: of a head."""
+    """query_hulls: int32 (entries, 4 or 5). heads: KV heads that have entries of their own, and how
+    many query heads each of them has. blocks: key tiles of the longest sequence. entries: of a
+    head."""
 
     of_keys: KeyHulls
     query_hulls: Out[Ptr]

@@ -40,6 +40,27 @@ def first_entry(hulls: KeyHulls, seq, b, h):
 
 
 @triton.jit
+def sees_all_or_none(entries, row, len_q, col, COUNT: tl.constexpr, KEYS: tl.constexpr):
+    """Whether each row of COUNT entries from `row` on, or of a tensor of tiles, sees all keys
+    [col, col + KEYS) or none of them. It may be False where they do. Rows have one range each."""
+    stop = col + KEYS
+    known = row * 0 == 0
+    for i in tl.static_range(COUNT):
+        exists = row + i * ROWS < len_q
+        entry = entries + (row // ROWS + i) * NUMBERS
+        begin = tl.load(entry, mask=exists, other=NOWHERE)
+        end = tl.load(entry + 1, mask=exists, other=0)
+        first_end = tl.load(entry + 6, mask=exists, other=0)
+        others = tl.load(entry + 7, mask=exists, other=NOWHERE)
+        full_begin = tl.load(entry + 2, mask=exists, other=0)
+        full_end = tl.load(entry + 3, mask=exists, other=NOWHERE)
+        is_known = (begin >= stop) | (end <= col)
+        is_known |= (begin <= col) & (first_end >= stop) & (others >= stop)
+        known &= is_known | ((full_begin <= col) & (full_end >= stop))
+    return known
+
+
+@triton.jit
 def row_hulls(entries, row, len_q, COUNT: tl.constexpr, RANGES: tl.constexpr):
     """The `RowHulls` of COUNT entries from `row` on, or of a tensor of tiles.
     entries: of `first_entry`."""

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.args.shared import Mask, Tile
+from heedful.kernels.common.row_hulls import NOWHERE
 from heedful.kernels.common.rows import wide
 
 
@@ -83,6 +84,20 @@ def hull_of(begin_M, end_M, rows_M, place, mask: Mask, N: tl.constexpr):
     full_end = tl.min(tl.where(exists_M, end_M, place.seq.len_k), 0) // N
     full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
     return Hull(begin, end, full_begin, tl.minimum(tl.maximum(full_end, full_begin), end))
+
+
+@triton.jit
+def first_rows_and_others(row, place, mask: Mask, tile: Tile):
+    """(end, others) of the rows of a tile, which have one range each. Rows whose range begins first
+    see each key from there to `end`; all others see no key before `others`."""
+    rows_M = row + tl.arange(0, tile.BLOCK_M)
+    pointers = range_pointers(head_ranges(place.b, place.h, mask), rows_M, place, mask)
+    begin_M, end_M = row_range(pointers, rows_M, place, mask)
+    sees_M = begin_M < end_M
+    is_first_M = sees_M & (begin_M == tl.min(begin_M, 0))
+    end = tl.min(tl.where(is_first_M, end_M, NOWHERE), 0)
+    others = tl.min(tl.where(sees_M & (is_first_M == 0), begin_M, NOWHERE), 0)
+    return end, others
 
 
 @triton.jit

@@ -50,7 +50,7 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
     buffers = with_scratch(buffers, sizes)
     calls = [_schedule_call(problem, config, sizes, buffers)] if problem.varlen_k else []
     if problem.key_ranges:
-        calls.append(hopper_groups.hulls_call(problem, sizes, buffers))
+        calls.append(hopper_groups.hulls_call(problem, sizes, buffers, config.hides_rows))
         calls.append(_query_hulls_call(problem, config, sizes, buffers))
     if problem.block_mask:
         calls.append(_list_visits_call(problem, config, buffers))
@@ -130,6 +130,7 @@ def _query_hulls_call(
         "mask": groups.mask(problem, buffers),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
+        "HIDES_ROWS": config.hides_rows,
     }
     grid = (launch.numbers["blocks"] * problem.batch * heads, 1, 1)
     return KernelCall(_kernel("query_hulls"), grid, parameters, {"num_warps": _ROWS_WARPS})
@@ -192,7 +193,10 @@ def _list_visits_call(
 
 
 def _hulls(
-    problem: AttentionProblem, launch: LaunchSizes | None, buffers: Buffers
+    problem: AttentionProblem,
+    config: HopperBackwardConfig,
+    launch: LaunchSizes | None,
+    buffers: Buffers,
 ) -> args.BackwardHulls:
     """The group of which rows see which keys by key_ranges."""
     if launch is None:
@@ -202,6 +206,7 @@ def _hulls(
         hopper_groups.key_hulls(problem, buffers),
         pointer(buffers, "query_hulls"),
         Scalar(launch.numbers["entries"]) if own else None,
+        config.hides_rows,
     )
 
 
@@ -306,7 +311,7 @@ def _backward_call(
                 buffers,
                 **groups.scalars(**launch.numbers) | _splits(buffers),
                 **_scratch(buffers, "partials"),
-                hulls=_hulls(problem, sizes.launches.get("hopper.query_hulls"), buffers),
+                hulls=_hulls(problem, config, sizes.launches.get("hopper.query_hulls"), buffers),
                 lists=_lists(problem, buffers),
             ),
             tile=groups.constants(

@@ -217,8 +217,11 @@ def seen_lists_call(problem: AttentionProblem, buffers: Buffers) -> KernelCall:
     return KernelCall(ref, (batch * heads * tiles, 1, 1), parameters, {"num_warps": 4})
 
 
-def hulls_call(problem: AttentionProblem, sizes: Sizes, buffers: Buffers) -> KernelCall:
-    """The kernel that finds what each 64 rows see by their key_ranges."""
+def hulls_call(
+    problem: AttentionProblem, sizes: Sizes, buffers: Buffers, first_rows: bool = False
+) -> KernelCall:
+    """The kernel that finds what each 64 rows see by their key_ranges. first_rows: whether its
+    entries have the numbers that a backward needs whose config hides rows."""
     launch = sizes.launches["hopper.key_hulls"]
     heads = problem.heads_q if own_ranges(buffers) else 1
     grid = (launch.numbers["blocks"] * problem.batch * heads, 1, 1)
@@ -231,6 +234,7 @@ def hulls_call(problem: AttentionProblem, sizes: Sizes, buffers: Buffers) -> Ker
         "mask": groups.mask(problem, buffers),
         "tile": block._replace(BLOCK_M=CONSUMER_ROWS, BLOCK_N=1),
         "IS_BOUNDED": problem.bias,
+        "FIRST_ROWS": first_rows,
     }
     ref = KernelRef("heedful.kernels.hopper.forward.key_hulls", "key_hulls")
     return KernelCall(ref, grid, parameters, {"num_warps": 1})

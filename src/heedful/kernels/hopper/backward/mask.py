@@ -17,6 +17,8 @@ from heedful.kernels.hopper.sm90.compat import inline_asm
 from heedful.kernels.hopper.sm90.mma import ROWS
 
 FAR: gl.constexpr = gl.constexpr(1 << 30)
+# The word of a query whose range holds all 128 keys of a tile.
+ALL_KEYS: gl.constexpr = gl.constexpr(128 | 128 << 8)
 
 
 @gluon.constexpr_function

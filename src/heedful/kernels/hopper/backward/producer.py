@@ -17,7 +17,7 @@ from heedful.kernels.hopper.backward.dq.sums import (
     wait_until_read,
 )
 from heedful.kernels.hopper.backward.far_rows import any_far, is_far, scale_rows
-from heedful.kernels.hopper.backward.mask import list_words, range_words
+from heedful.kernels.hopper.backward.mask import ALL_KEYS, list_words, range_words
 from heedful.kernels.hopper.backward.shared import (
     CONSUMERS,
     SHARES,
@@ -124,6 +124,21 @@ def store_range_words(shared, bounds, params, tile, blocks, visit, first, head, 
         words_M = range_words(numbers, rows_M, params, tile).to(gl.float32, bitcast=True)
         barrier.wait(shared.q.empty.index(state.index), state.phase ^ 1)
         words_of(shared, params, state.index, 0).store(words_M)
+
+
+@gluon.jit
+def without_blind_rows(lse_M, params, tile, blocks, head, row):
+    """The log-sum-exps of a visit's rows, with inf where a row sees no key of the tile, if its rows
+    see all keys or none."""
+    if params.order.hulls.HIDES_ROWS:
+        block = row // params.tile.BLOCK_M
+        if (block >= blocks.whole_end) & (block < blocks.full_end):
+            layout: gl.constexpr = lse_M.type.layout
+            rows_M = row + gl.arange(0, params.tile.BLOCK_M, layout=layout)
+            bounds = load_bounds(params, tile, head, row, True)
+            words_M = range_words(bounds, rows_M, params, tile)
+            lse_M = gl.where(words_M == ALL_KEYS, lse_M, float("inf"))
+    return lse_M
 
 
 @gluon.jit
@@ -269,6 +284,7 @@ def load_tile(io, shared, params, tile, blocks, first, end, states, kv_count):
         if TELLS_PLACES:
             tell_place(shared, params, tile, head, row, q_state)
         store_words(shared, bounds, params, tile, blocks, visit, first, head, row, q_state)
+        lse_M = without_blind_rows(lse_M, params, tile, blocks, head, row)
         load_rows(io.q, shared.q, shared.lse, lse_M, params, tile, head, row, q_state)
         if visit == first:
             if K_AHEAD:

@@ -31,12 +31,16 @@ class KeyTile(NamedTuple):
 
 @aggregate
 class MBlockRange:
-    """Query tiles [begin, end) see some of the keys; all but [full_begin, full_end) need a mask."""
+    """Query tiles [begin, end) see some of the keys; all but [full_begin, full_end) need a mask.
+    By key_ranges, some rows of those from whole_end on, if it is there, see no key of a tile. The
+    producer takes their probabilities away, by a log-sum-exp of inf, so that consumers need no
+    mask."""
 
     begin: gl.tensor
     full_begin: gl.tensor
     full_end: gl.tensor
     end: gl.tensor
+    whole_end: gl.tensor | gl.constexpr = None
 
 
 @gluon.jit
@@ -256,8 +260,13 @@ def m_blocks_of_ranges(params, tile):
         entry = tile.batch.to(gl.int64) * params.order.key_blocks
     if hulls.entries is not None:
         entry += tile.kv_head.to(gl.int64) * hulls.entries
-    at = hulls.query_hulls + (entry + tile.col // params.tile.BLOCK_N) * 4
-    return MBlockRange(gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3))
+    if params.order.hulls.HIDES_ROWS:
+        at = hulls.query_hulls + (entry + tile.col // params.tile.BLOCK_N) * 5
+        begin, full_begin, full_end = gl.load(at), gl.load(at + 1), gl.load(at + 2)
+        return MBlockRange(begin, full_begin, full_end, gl.load(at + 3), gl.load(at + 4))
+    else:
+        at = hulls.query_hulls + (entry + tile.col // params.tile.BLOCK_N) * 4
+        return MBlockRange(gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3))
 
 
 @gluon.jit

@@ -3,7 +3,8 @@
 The kernel is `key_hulls`, launched before a forward or a backward. An entry has eight numbers of
 keys: the rows see keys from the first to before the second, and from the fifth to before the sixth,
 which lie behind these. Each row sees every key from the third to before the fourth. The last two
-are not used. Heads that share their ranges share entries.
+are those of `first_rows_and_others`, if a backward wants them. Heads that share their ranges share
+entries.
 """
 
 import triton
@@ -12,7 +13,7 @@ import triton.language as tl
 from heedful.kernels.args.hopper import HullIO
 from heedful.kernels.args.shared import KeyHulls, Mask, Sequences, Shape, Tile
 from heedful.kernels.common.row_hulls import NOWHERE, first_entry
-from heedful.kernels.common.row_ranges import range_hulls
+from heedful.kernels.common.row_ranges import first_rows_and_others, range_hulls
 from heedful.kernels.common.sequences import place_of
 
 
@@ -24,10 +25,12 @@ def key_hulls(
     mask: Mask,
     tile: Tile,
     IS_BOUNDED: tl.constexpr,
+    FIRST_ROWS: tl.constexpr,
 ):
     """Stores the entries. The grid has a program for each 64 rows of the longest sequence, of each
     sequence and of each head that has ranges of its own. tile: of 64 rows and one key.
-    IS_BOUNDED: lengths are bounded by a bias."""
+    IS_BOUNDED: lengths are bounded by a bias. FIRST_ROWS: whether the last two numbers are
+    wanted."""
     block = tl.program_id(0) % io.blocks
     bh = tl.program_id(0) // io.blocks
     b = bh // io.heads
@@ -51,3 +54,7 @@ def key_hulls(
     tl.store(at + 3, hull.full_end)
     tl.store(at + 4, tl.where(is_first, other_begin, begin))
     tl.store(at + 5, tl.where(is_first, other_end, end))
+    if FIRST_ROWS:
+        first_end, others = first_rows_and_others(row, place, mask, tile)
+        tl.store(at + 6, first_end)
+        tl.store(at + 7, others)

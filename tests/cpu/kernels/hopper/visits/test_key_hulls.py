@@ -13,8 +13,10 @@ pytest.importorskip("triton")
 
 import torch
 
+from heedful import masks
 from heedful.core.base.device import by_name
 from heedful.core.planning.plan import plan
+from heedful.core.registry.by_hand import forced
 from heedful.launch.program import buffers, programs
 from heedful.launch.spec import Program
 from heedful.reference import oracle
@@ -65,11 +67,16 @@ def first_entries(case: Case, built, heads: int, rows: int, of_keys: bool = Fals
     return first, entries if heads > 1 else 0
 
 
-def interpreted_calls(case: Case, direction: str, *functions: str):
-    """(what case was built, its plan, what the kernels of these names store in arrays of theirs)"""
+def interpreted_calls(case: Case, direction: str, *functions: str, lengths: tuple[int, ...] = ()):
+    """(what case was built, its plan, what the kernels of these names store in arrays of theirs).
+    lengths: of documents in each row of the batch, whose ranges replace the drawn ones."""
     built = build(case)
+    if lengths:
+        ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        built.x.key_ranges[:, :1].copy_(masks.documents(ids.expand(case.batch, -1)))
     x = {name: t for name, t in built.x._asdict().items() if t is not None}
-    chosen = plan(built.problem, by_name("H200"), backend="hopper")
+    backend = forced("hopper+hides_rows=1") if lengths else "hopper"
+    chosen = plan(built.problem, by_name("H200"), backend=backend)
     arrays = buffers.backward(built.problem) if direction == "backward" else {}
     out = torch.empty(built.problem.out_shape, dtype=torch.float16)
     lse = torch.empty(built.problem.lse_shape)
@@ -118,11 +125,23 @@ GRADIENTS = [
 ]
 
 
+# Documents, behind each of which the last tile of queries has rows of another.
+DOCUMENTS = replace(
+    GRADIENTS[0], seqlen_q=900, seqlen_k=900, causal=True, ranges_of="b", head_dim=128
+)
+
+
 @interpreted
-@pytest.mark.parametrize("case", GRADIENTS, ids=str)
-def test_query_tiles_that_see_a_key_tile_are_visited_and_whole_ones_see_all_of_it(case):
-    """And so are those whose own runs of keys hold it: in a fixed order they count its turn."""
-    built, chosen, made = interpreted_calls(case, "backward", "key_hulls", "query_hulls")
+@pytest.mark.parametrize(
+    "case, lengths", [*((case, ()) for case in GRADIENTS), (DOCUMENTS, (431, 20, 449))], ids=str
+)
+def test_query_tiles_that_see_a_key_tile_are_visited_and_whole_ones_see_all_of_it(case, lengths):
+    """And so are those whose own runs of keys hold it: in a fixed order they count its turn. Rows
+    of some of the whole ones see all of it or nothing, by hand. lengths: of documents."""
+    built, chosen, made = interpreted_calls(
+        case, "backward", "key_hulls", "query_hulls", lengths=lengths
+    )
+    by_rows = 0
     config = chosen.configs[chosen.variant_of("backward").configs[0]]
     own_heads = case.heads_q if not case.varlen and "h" in case.ranges_of else 1
     first_row, row_entries = first_entries(case, built, own_heads, 64)
@@ -133,8 +152,9 @@ def test_query_tiles_that_see_a_key_tile_are_visited_and_whole_ones_see_all_of_i
             seen = [seen_of(built, seq, h) for h in group]
             for col in range(0, seq.len_k, config.block_n):
                 at = first(seq) + col // config.block_n + g * entries
-                begin, full_begin, full_end, end = made["query_hulls"][at].tolist()
-                assert begin <= full_begin <= full_end <= end
+                begin, full_begin, full_end, end, *more = made["query_hulls"][at].tolist()
+                (whole_end,) = more or [full_end]
+                assert begin <= full_begin <= whole_end <= full_end <= end
                 stop = col + config.block_n
                 for h, of_head in zip(group, seen, strict=True):
                     count = -(-seq.len_q // 64)
@@ -144,8 +164,13 @@ def test_query_tiles_that_see_a_key_tile_are_visited_and_whole_ones_see_all_of_i
                         shown = of_head[m * config.block_m : (m + 1) * config.block_m, col:stop]
                         runs = any(a < stop and b > col for a, b in visited(tile))
                         assert begin <= m < end or not (runs or shown.any())
+                        if full_begin <= m < whole_end:
+                            assert shown.all()
                         if full_begin <= m < full_end:
-                            assert shown.all() and shown.shape[1] == config.block_n
+                            assert (shown.all(1) | ~shown.any(1)).all()
+                            assert shown.shape[1] == config.block_n
+                            by_rows += m >= whole_end
+    assert by_rows or not lengths
 
 
 @starts_interpreter
