@@ -1,9 +1,10 @@
 """What numerics="invariant" costs: python -m same_bits.cost KINDS [--jobs N] [--seconds S]
 
-KINDS, of table,parts,decode,backward. table: the forward cases of `heedful bench`. parts: grids in
-which programs take all parts of a row's keys, or one. decode: steps beside a plain read. backward:
-deterministic calls. Microseconds, medians of interleaved rounds, each call with a cold L2. --jobs:
-what is called is compiled by so many at once beforehand.
+KINDS, of table,parts,waves,decode,backward. table: the forward cases of `heedful bench`. parts:
+grids in which programs take all parts of a row's keys, or one. waves: those that leave SMs idle.
+decode: steps beside a plain read. backward: deterministic calls. Microseconds, medians of
+interleaved rounds, each call with a cold L2. --jobs: what is called is compiled by so many at once
+beforehand.
 
 fast: numerics="fast". invariant: as planned. turn: programs take all parts in turn. Ratios are the
 time of a fast call over that of another; where results of the last two differ in a bit, it says so.
@@ -89,6 +90,19 @@ def parts() -> Iterator[Cell]:
         yield dense(1, len_q, len_k, heads, heads_k, (128, 128), True)
 
 
+def waves() -> Iterator[Cell]:
+    """Of 1.2, 1.5 and 2.2 tiles an SM of an H200, two parts."""
+    for length, heads, dims in (
+        (10240, 2, (128, 128)),
+        (12288, 2, (128, 128)),
+        (12288, 3, (128, 128)),
+        (16384, 3, (64, 64)),
+        (16384, 8, (256, 256)),
+    ):
+        for causal in (True, False):
+            yield dense(1, length, length, heads, heads, dims, causal)
+
+
 def decode() -> Iterator[Cell]:
     known = {step.name: step for step in steps.STEPS}
     wanted = [known["64 x 8192"], known["128 log-normal"]]
@@ -133,7 +147,7 @@ def backward() -> Iterator[Cell]:
             )
 
 
-KINDS = {"table": table, "parts": parts, "decode": decode, "backward": backward}
+KINDS = {"table": table, "parts": parts, "waves": waves, "decode": decode, "backward": backward}
 
 
 def timed(ways: Ways, spoiler: torch.Tensor) -> dict[str, float]:
