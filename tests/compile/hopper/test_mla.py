@@ -117,8 +117,8 @@ def test_both_loops_over_keys_have_a_step_of_products_and_few_spills(name):
 def test_keys_come_by_tensor_maps_and_products_run_into_each_other():
     code, _, _ = sass_of("128 heads")
     words = [instruction.text for instruction in code]
-    # Two blocks of nine boxes.
-    assert sum("UTMALDG" in text for text in words) == 18
+    # Two blocks of nine boxes, and nine boxes of queries.
+    assert sum("UTMALDG" in text for text in words) == 18 + 9
     products = [text for text in words if "HGMMA" in text or "WARPGROUP.DEPBAR" in text]
     assert sum("HGMMA" in text for text in products) == 2 * 44
     # Where products are serialised each has a wait behind it.

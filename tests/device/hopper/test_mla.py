@@ -80,6 +80,34 @@ PAIR_CASES = [
     replace(PLAIN, heads_q=64, leftpad_k=True, used="k", batch=3, kv_dtype="float8_e4m3fn"),
     replace(PLAIN, heads_q=64, kv_batch_idx=True, used="k", batch=3, kv_dtype="float8_e4m3fn"),
 ]
+# Queries by a tensor map: boxes of 64 heads, of fewer heads at several positions, past the last
+# position, and of fewer columns.
+MAPPED_CASES = (
+    replace(PLAIN, heads_q=128, used="k", batch=5, seqlen_k=1500),
+    replace(PLAIN, heads_q=128, seqlen_q=2, causal=True, used="k", batch=3, dtype="float16"),
+    replace(PLAIN, heads_q=32, heads_k=2, seqlen_q=5, causal=True, page_size=64, used="k", batch=3),
+    replace(PLAIN, heads_q=64, layout="heads_first", head_dim=544),
+)
+MAPPED_BYTES = (
+    *(replace(case, kv_dtype="float8_e4m3fn") for case in MAPPED_CASES),
+    replace(MAPPED_CASES[0], kv_dtype=LATENT_ROWS),
+)
+BY_HAND = [
+    *(("mla+query_map=1", case, 0) for case in MAPPED_CASES),
+    *(("mla+query_map=1+thread_order=1+merge=1", case, 0) for case in MAPPED_CASES),
+    *(
+        ("mla+query_map=1+thread_order=1+merge=0", case, splits)
+        for case in MAPPED_CASES
+        for splits in (0, 3)
+    ),
+    ("mla_converting_pair+query_map=1+merge=1", MAPPED_BYTES[0], 0),
+    *(("mla_converting_pair+query_map=1+thread_order=1+merge=1", case, 0) for case in MAPPED_BYTES),
+    *(
+        ("mla_converting_pair+query_map=1+thread_order=1+merge=0", case, splits)
+        for case in MAPPED_BYTES
+        for splits in (0, 3)
+    ),
+]
 BY_KERNEL = [
     *(("mla_converting", case) for case in CONVERTING_CASES),
     *(("mla_converting+merge=1", case) for case in CONVERTING_CASES),
@@ -95,6 +123,13 @@ BY_KERNEL = [
 @pytest.mark.parametrize("num_splits", (0, 1, 3))
 @pytest.mark.parametrize(("kernel", "case"), BY_KERNEL, ids=str)
 def test_mla_is_within_its_error_budget(kernel, case, num_splits):
+    run(Prepared(kernel), replace(case, num_splits=num_splits), "cuda")
+
+
+@pytest.mark.parametrize(("kernel", "case", "num_splits"), BY_HAND, ids=str)
+def test_queries_by_tensor_maps_and_parts_in_thread_order_are_within_budget(
+    kernel, case, num_splits
+):
     run(Prepared(kernel), replace(case, num_splits=num_splits), "cuda")
 
 

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from heedful.core.call.problem import AttentionProblem
-from heedful.core.registry import capability
+from heedful.core.registry import capability, tiles
 from heedful.core.registry.configs import ConfigRow
 
 _BACKWARD = ("draws", "last_waves", "splits", "heads_innermost")
@@ -42,10 +42,11 @@ OPTIONS = {
     "mla_converting_pair.forward": (
         *("num_stages", "least_tiles", "overhead"),
         *("consumer_regs", "producer_regs", "merge_values", "merge"),
+        *("query_map", "thread_order"),
     ),
     "mla.forward": (
         *("query_boxes", "merge_values", "overhead", "least_tiles"),
-        *("ahead", "in_order", "merge"),
+        *("ahead", "in_order", "merge", "query_map", "thread_order"),
     ),
 }
 
@@ -146,7 +147,9 @@ def with_options(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionPr
         raise ValueError(
             f"backend: key_splits stands for num_splits, got num_splits={problem.num_splits}, too"
         )
+    are_boxed = int(tiles.heads_fill_boxes(problem))
     highest = {"fetch_ahead": 64, "query_boxes": 2, "ahead": 8, "in_order": 1, "merge": 1}
+    highest |= {"thread_order": 1, "query_map": are_boxed}
     for name, most in highest.items():
         if not 0 <= made.get(name, 0) <= most:
             raise ValueError(f"backend: {name} must be 0 to {most}, got {made[name]}")

@@ -280,7 +280,7 @@ def _mla(options: dict[str, Any], *when: Callable[[AttentionProblem], bool]) -> 
     config = tiles.MlaConfig(64, 128, programs=1, least_tiles=2, **options)
     timed = _H200_26 if config.query_boxes else _H200_25
     measured = _LEAST_SPILLS if where.small_pages in when else timed
-    units = where.MLA_SMS // where.MLA_LEAST_SMS if config.merge else 0
+    units = where.MLA_SMS // where.MLA_PAIR_LEAST_SMS if config.merge else 0
     return ConfigRow("mla.forward", ("sm_90",), 576, config, measured, _all_of(when), units)
 
 
@@ -557,10 +557,10 @@ ROWS: list[ConfigRow] = [
     *(
         _mla(options, *when)
         for when, options in (
-            ((where.small_pages, where.merge_outlasts_waiting), {**_MLA_PAGES, "merge": 1}),
+            ((where.small_pages, where.tiles_merge_sooner), {**_MLA_PAGES, "merge": 1}),
             ((where.small_pages, where.several_tiles_of_rows), {**_MLA_PAGES, **_MLA_TILES}),
             ((where.small_pages,), _MLA_PAGES),
-            ((where.merge_outlasts_waiting,), {"merge": 1}),
+            ((where.tiles_merge_sooner,), {"merge": 1}),
             ((where.several_tiles_of_rows, where.long_caches), {**_MLA_TILES, "query_boxes": 2}),
             ((where.several_tiles_of_rows,), _MLA_TILES),
             ((), {}),

@@ -124,6 +124,12 @@ class DecodeConfig(SharedKeysConfig):
     fetch_ahead: int = 0
 
 
+def heads_fill_boxes(problem: AttentionProblem) -> bool:
+    """Whether the query heads of a KV head fill boxes of 64 rows of a tensor map, or as many boxes
+    of positions."""
+    return problem.group & (problem.group - 1) == 0
+
+
 @dataclass(frozen=True, slots=True)
 class MlaConfig(SharedKeysConfig):
     """A tile of the MLA decode: 64 query rows by 128 keys, 64 for each of two consumers.
@@ -131,11 +137,15 @@ class MlaConfig(SharedKeysConfig):
     many boxes of the next step's first scores are queued after a step's last values. in_order: if
     1, the first consumer's product with the second block's values is queued after the second
     consumer's. merge: if 1, all programs that have a segment merge some of the rows, for which all
-    programs must run at once. consumer_regs, producer_regs: registers of a thread.
+    programs must run at once. query_map: if 1, queries come by a tensor map, where
+    `heads_fill_boxes`. thread_order: if 1, partial results lie in scratch in
+    the order of threads. consumer_regs, producer_regs: registers of a thread.
     """
 
     merge_values: int = 128
     query_boxes: int = 0
+    query_map: int = 1
+    thread_order: int = 0
     ahead: int = 0
     in_order: int = 0
     merge: int = 0
@@ -143,8 +153,11 @@ class MlaConfig(SharedKeysConfig):
     producer_regs: int = 24
 
     def kept_rows(self, problem: AttentionProblem) -> int:
-        few = problem.seqlen_q * problem.group <= HOPPER_MERGE_ROWS
+        few = problem.seqlen_q * problem.group <= HOPPER_MERGE_ROWS and not self.thread_order
         return HOPPER_MERGE_ROWS if few else self.block_m
+
+    def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
+        return replace(self, query_map=int(self.query_map and heads_fill_boxes(problem)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +184,17 @@ class MlaConvertingConfig(MlaSwapConfig):
 
 @dataclass(frozen=True, slots=True)
 class MlaConvertingPairConfig(MlaSwapConfig):
-    """A tile of 64 query rows by 128 keys of 8 bits, 64 for each of two consumers. consumer_regs:
-    registers of a thread."""
+    """A tile of 64 query rows by 128 keys of 8 bits, 64 for each of two consumers. query_map,
+    thread_order: as in `MlaConfig`. consumer_regs: registers of a thread."""
+
+    query_map: int = 1
+    thread_order: int = 0
+
+    def kept_rows(self, problem: AttentionProblem) -> int:
+        return self.block_m if self.thread_order else _few_rows(problem, self.block_m)
+
+    def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
+        return replace(self, query_map=int(self.query_map and heads_fill_boxes(problem)))
 
     consumer_regs: int = 240
     producer_regs: int = 24

@@ -7,9 +7,12 @@ from heedful.kernels.args.shared import Descale
 
 
 class MlaIO(NamedTuple):
-    """k: the tensor map of keys, in boxes of 64 columns. rest: as in `ForwardIO`."""
+    """k: the tensor map of keys, in boxes of 64 columns. q_map: that of queries, in boxes of 64
+    rows and 64 columns; None where consumers load queries by themselves. rest: as in
+    `ForwardIO`."""
 
     q: In[Rows]
+    q_map: In[Ptr]
     k: In[Ptr]
     out: Out[SplitRows]
     lse: Out[SplitRowVector]
@@ -22,6 +25,7 @@ class StoredLatentIO(NamedTuple):
     else None."""
 
     q: In[Rows]
+    q_map: In[Ptr]
     k: In[Ptr]
     rest_k: In[Ptr]
     scales: In[Ptr]
@@ -40,7 +44,8 @@ class MlaTile(NamedTuple):
     QUERY_BOXES: boxes of 64 columns of queries that consumers keep in registers. AHEAD: boxes of
     the next step's first scores that are queued after a step's last values. IN_ORDER: the first
     consumer queues its product with the second block's values after the second consumer's. MERGE:
-    all programs that have a segment of a work tile merge some of its rows.
+    all programs that have a segment of a work tile merge some of its rows. 2, 3: the same as 0 and
+    1, with partial results in the order of threads (`hopper/mla/thread_order.py`).
     """
 
     HEAD_DIM: Const

@@ -61,20 +61,22 @@ def _call(problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers)
     divisor = shared_divisor(buffers, ("q", "out"))
     facts: dict[str, Any] = {} if isinstance(config, MlaConfig) else {"STAGES": config.num_stages}
     registers = config.registers if isinstance(config, MlaConvertingConfig) else 0
+    keys: dict[str, Any] = {"q_map": _query_map(problem, config, buffers)}
     if arrays is StoredLatentIO:
-        keys = _stored_maps(problem, buffers)
+        keys |= _stored_maps(problem, buffers)
         keys |= {f"{name}_descale": groups.descale(buffers, name, 0) for name in "kv"}
         is_rows = problem.kv_dtype == LATENT_ROWS
         rest = (LATENT_ROW_BYTES // 2 - SWIZZLE) if is_rows else problem.head_dim_v
         facts |= {"REST_COLUMN": rest, "SCALE_COLUMN": problem.head_dim_v // 4}
     else:
-        keys = {"k": key_map(problem, buffers, "k", BLOCK_KEYS, SWIZZLE)}
+        keys |= {"k": key_map(problem, buffers, "k", BLOCK_KEYS, SWIZZLE)}
     tile = groups.constants(
         group,
         problem,
         config,
         BLOCK_E=problem.head_dim_v // consumers,
         ROWS=config.kept_rows(problem),
+        MERGE=config.merge + 2 * getattr(config, "thread_order", 0),
         **facts,
     )
     io = groups.arrays(arrays, buffers, divisor, **keys)
@@ -82,6 +84,17 @@ def _call(problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers)
     launch = sizes.launches[kernel]
     call = split_kv.hopper_call(ref, problem, config, launch, buffers, io, rows, tile)
     return split_kv.within_registers(call, registers)
+
+
+def _query_map(
+    problem: AttentionProblem, config: MlaConfig | MlaSwapConfig, buffers: Buffers
+) -> TensorMap | None:
+    """The tensor map of queries, in boxes of a tile's rows by 64 columns; None where consumers load
+    them by themselves."""
+    if not getattr(config, "query_map", 0):
+        return None
+    pack = min(maps.CONSUMER_ROWS, problem.group)
+    return maps.grouped_map("q", buffers["q"], problem.group, pack, SWIZZLE)
 
 
 def _stored_maps(problem: AttentionProblem, buffers: Buffers) -> dict[str, TensorMap | None]:

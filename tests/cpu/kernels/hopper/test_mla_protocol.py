@@ -75,6 +75,7 @@ class Device(Roles):
     overhead: int = 0
     page: int = 0
     query_boxes: int = 0
+    query_map: int = 0
     ahead: int = 0
     in_order: int = 0
     merge: int = 0
@@ -205,6 +206,11 @@ class Device(Roles):
             self.machine.until(lambda: place in self.arrived)
             self.arrived.remove(place)
 
+    def fetch_box(self, io, memory, full, params, segment, box):
+        assert full.count == 2
+        memory.store(self.load_columns(io, params, segment, 64 * box, 64))
+        full.complete(64 * 64 * 2)
+
     def load_columns(self, io, params, segment, first, columns):
         made = Float(first)
         made.segment = (int(segment.b), int(segment.row0), int(segment.start))
@@ -256,6 +262,7 @@ class Device(Roles):
             "fence_async_shared": lambda: None,
             "opaque": Int,
             "load_columns": self.load_columns,
+            "fetch_box": self.fetch_box,
             "finish_segment": self.finish,
             "wait_for_partials": self.wait_for_partials,
             "count_to_zero": self.count_to_zero,
@@ -278,7 +285,8 @@ class Device(Roles):
                 block_type=SimpleNamespace(shape=[1, 1, 1, self.height, 64]),
                 dtype=None,
                 layout=None,
-            )
+            ),
+            q_map=self.query_map or None,
         )
         q = [Query(64 * i) for i in range(BOXES)]
         boxes = [Place() for _ in range(16)]
@@ -298,7 +306,7 @@ class Device(Roles):
             barriers(4, 1),
             barriers(1, 1),
             barriers(2, 4),
-            barriers(1, 8),
+            barriers(1, 2 if self.query_map else 8),
             barriers(1, 2),
             barriers(1, 8),
         )
@@ -363,6 +371,7 @@ CASES = {name: Device(**facts, seed=0) for name, facts in SHARED.items()} | {
     "in order": Device((900, 300), 2, 0, in_order=1),
     "ahead in order": Device((900, 300, 0, 129), 3, 0, ahead=1, in_order=1),
     "queries in registers": Device((900, 300, 0, 129), 3, 0, query_boxes=2),
+    "queries by a map": Device((900, 300, 0, 129), 3, 0, query_boxes=2, query_map=1),
     "all at once": Device((900, 130), 4, 0, heads=128, query_boxes=2, ahead=1, in_order=1),
     "merged by all": Device((1500, 0, 1, 127, 128, 129, 600), 4, 0, merge=1),
     "many parts merged by all": Device((3000,), 12, 0, merge=1),

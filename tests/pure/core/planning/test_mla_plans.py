@@ -95,12 +95,13 @@ def test_few_rows_of_mla_have_small_tiles_and_are_merged_by_all_where_these_have
         (8, 16, 1, ""),
         (64, 16, 1, ""),
         (64, 128, 1, "ahead"),
-        # Tiles of which each has six SMs, and not.
-        (22, 64, 1, "merge"),
-        (23, 64, 1, ""),
-        (11, 128, 1, "merge"),
-        (12, 128, 1, "ahead"),
-        (12, 16, 8, "ahead"),
+        # Tiles of which each has four SMs, and not; of fewer rows, as many more.
+        (33, 64, 1, "merge"),
+        (34, 64, 1, ""),
+        (16, 128, 1, "merge"),
+        (17, 128, 1, "ahead"),
+        (16, 16, 8, "merge"),
+        (17, 16, 8, "ahead"),
         (5, 16, 1, "merge"),
         (6, 16, 1, ""),
         (1, 2, 1, ""),
@@ -145,7 +146,7 @@ def test_mla_is_merged_by_one_where_the_same_bits_or_all_at_once_are_not_to_be_h
     """With splits given a sequence has the same bits in any batch. Programs that wait for each
     other need a unit each."""
     step = latent(1, 8192, 128)
-    for num_splits, units, merge in ((0, 132, 1), (8, 132, 0), (1, 132, 0), (0, 22, 1), (0, 21, 0)):
+    for num_splits, units, merge in ((0, 132, 1), (8, 132, 0), (1, 132, 0), (0, 33, 1), (0, 32, 0)):
         device = replace(by_name("H200"), units=units)
         chosen = plan(replace(step, num_splits=num_splits), device, backend="mla")
         tile: Any = chosen.configs["mla.forward"]

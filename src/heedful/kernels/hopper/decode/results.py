@@ -38,13 +38,16 @@ def scale_of(descale, segment):
 
 
 @gluon.jit
-def store_whole(io, params, segment, row, x_ME, m_M, l_M, FIRST: gl.constexpr, scale=None):
+def store_whole(
+    io, params, segment, row, x_ME, m_M, l_M, FIRST: gl.constexpr, scale=None, rows_M=None
+):
     """Stores columns from FIRST on of rows from `row` on, with the sink, and beside column 0 the
     log-sum-exp. Maxima are in base 2. Rows that are stored but not in use get 0 and -inf. scale: a
-    factor of all values, or None."""
+    factor of all values, or None. rows_M: the rows, if they are not those from `row` on."""
     layout: gl.constexpr = x_ME.type.layout
     group = params.shape.heads_q // params.shape.heads_k
-    rows_M = row + gl.arange(0, x_ME.shape[0], layout=gl.SliceLayout(1, layout))
+    if rows_M is None:
+        rows_M = row + gl.arange(0, x_ME.shape[0], layout=gl.SliceLayout(1, layout))
     dims_E = FIRST + gl.arange(0, x_ME.shape[1], layout=gl.SliceLayout(0, layout))
     pos_M = rows_M // group
     head_M = segment.g * group + rows_M % group
@@ -268,6 +271,18 @@ def merge_rows(
 
 
 @gluon.jit
+def wait_for_tile(params, segment, CONSUMER: gl.constexpr):
+    """Waits until all segments of a work tile are in scratch. Its count is 0 again once all
+    programs that merge it have waited."""
+    count = segment.partials.count
+    counter = counter_of(params, segment, CONSUMER)
+    wait_for_partials(counter, count)
+    # All threads have seen the count before it changes.
+    gl.barrier()
+    count_to_zero(counter, 2 * count - 1)
+
+
+@gluon.jit
 def merge_share(io, params, share, CONSUMER: gl.constexpr, descale=None):
     """Merges some rows of each work tile of which this share has a segment. All segments of this
     share must be in scratch before: otherwise programs would wait for each other in a chain.
@@ -277,11 +292,7 @@ def merge_share(io, params, share, CONSUMER: gl.constexpr, descale=None):
         segment, share = look(share, params)
         if (segment.start < segment.stop) & (segment.partials.count > 1):
             count = segment.partials.count
-            counter = counter_of(params, segment, CONSUMER)
-            wait_for_partials(counter, count)
-            # All threads have seen the count before it changes.
-            gl.barrier()
-            count_to_zero(counter, 2 * count - 1)
+            wait_for_tile(params, segment, CONSUMER)
             # A thread loads at most 128 values at a time: of few segments, or of few rows.
             FEW: gl.constexpr = 1 if ROWS_OF <= 4 else 2
             scale = scale_of(descale, segment)
@@ -325,6 +336,15 @@ def merge_tile(
 
 
 @gluon.jit
+def count_segment(params, segment, CONSUMER: gl.constexpr):
+    """How many segments of the work tile were in scratch before this one."""
+    # All threads have stored their results before the count says so.
+    gl.barrier()
+    counter = counter_of(params, segment, CONSUMER)
+    return gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+
+
+@gluon.jit
 def finish_segment(
     io, params, segment, acc, m_M, l_M, CONSUMER: gl.constexpr, FEW: gl.constexpr = 16, descale=None
 ):
@@ -341,15 +361,12 @@ def finish_segment(
         store_columns(io, params, segment, row0, acc, m_M, l_M, FIRST, scale)
     else:
         store_partial(params, segment, acc, m_M, l_M, CONSUMER)
-        # All threads have stored their results before the count says so.
-        gl.barrier()
-        counter = counter_of(params, segment, CONSUMER)
-        done = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        done = count_segment(params, segment, CONSUMER)
         if not params.tile.MERGE:  # noqa: SIM102  (known when compiling, and `and` is not)
             if done == segment.partials.count - 1:
                 gl.barrier()
                 # The count is 0 again for the next launch: no other program uses it any more.
-                gl.store(counter, 0)
+                gl.store(counter_of(params, segment, CONSUMER), 0)
                 M: gl.constexpr = min(params.tile.ROWS, 16)
                 P: gl.constexpr = params.work.merge.PARTS
                 if FEW < M:

@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -26,9 +27,16 @@ from heedful.kernels.common.key_range import key_bounds
 from heedful.kernels.hopper.decode.mask import masked
 from heedful.kernels.hopper.decode.results import finish_segment, merge_share
 from heedful.kernels.hopper.decode.share import look
-from heedful.kernels.hopper.mla.boxes import BOXES, HALF, KEYS, VALUE_BOXES, WIDTH
-from heedful.kernels.hopper.mla.queries import kept_boxes, load_columns, query_box
+from heedful.kernels.hopper.mla.boxes import BOXES, HALF, KEYS, VALUE_BOXES, WIDTH, boxes_of
+from heedful.kernels.hopper.mla.queries import fetch_box, kept_boxes, load_columns, query_box
 from heedful.kernels.hopper.mla.shared import REST, box_in_turn
+from heedful.kernels.hopper.mla.thread_order import (
+    OF_ROWS,
+    do_all_merge,
+    finish_in_thread_order,
+    is_in_thread_order,
+    merge_share_by_turns,
+)
 from heedful.kernels.hopper.sm90 import barrier
 from heedful.kernels.hopper.sm90.barrier import FIRST_NAMED, arrive_named, sync_named
 from heedful.kernels.hopper.sm90.compat import opaque
@@ -51,6 +59,25 @@ ORDER_BARRIER: gl.constexpr = gl.constexpr(FIRST_NAMED.value + 1)
 def load_query_half(io, shared, params, segment, segments, CONSUMER: gl.constexpr):
     """Loads the queries of a segment to shared memory. Each consumer loads a part of them."""
     phase = segments & 1
+    if io.q_map is not None:
+        barrier.wait(shared.q_empty.index(0), phase ^ 1)
+        full = shared.q_full.index(0)
+        FIRST: gl.constexpr = CONSUMER * VALUE_BOXES // 2
+        BYTES: gl.constexpr = ROWS * WIDTH * 2
+        mbarrier.expect(full, BYTES * (VALUE_BOXES // 2 + 1 - CONSUMER))
+        for i in gl.static_range(VALUE_BOXES // 2):
+            box = boxes_of(shared.q).index(FIRST + i)
+            fetch_box(io, box, full, params, segment, FIRST + i)
+        if CONSUMER == 0:
+            fetch_box(io, shared.q_rest.index(0), full, params, segment, VALUE_BOXES)
+        barrier.wait(full, phase)
+    else:
+        store_query_half(io, shared, params, segment, phase, CONSUMER)
+
+
+@gluon.jit
+def store_query_half(io, shared, params, segment, phase, CONSUMER: gl.constexpr):
+    """The same without a tensor map."""
     q_ME = load_columns(io, params, segment, CONSUMER * HALF, HALF)
     barrier.wait(shared.q_empty.index(0), phase ^ 1)
     shared.q.index(CONSUMER).store(q_ME)
@@ -330,10 +357,18 @@ def mla_consumer(io, shared, share, params, CONSUMER: gl.constexpr):
                     shared, kept, params, segment, bounds, visit, acc_ME, m_M, l_ML
                 )
             barrier.arrive_after_mma(shared.q_empty.index(0))
-            rows: gl.constexpr = gl.SliceLayout(1, acc_ME.type.layout)
-            l_M = all_sums(shared, l_ML, segments, rows, CONSUMER)
-            m_M = gl.convert_layout(m_M, rows)
-            finish_segment(io, params, segment, (acc_ME,), m_M, l_M, CONSUMER)
+            if is_in_thread_order(params.tile.MERGE):
+                l_M = all_sums(shared, l_ML, segments, OF_ROWS, CONSUMER)
+                m_M = gl.convert_layout(m_M, OF_ROWS)
+                finish_in_thread_order(io, params, segment, (acc_ME,), m_M, l_M, CONSUMER, False)
+            else:
+                rows: gl.constexpr = gl.SliceLayout(1, acc_ME.type.layout)
+                l_M = all_sums(shared, l_ML, segments, rows, CONSUMER)
+                m_M = gl.convert_layout(m_M, rows)
+                finish_segment(io, params, segment, (acc_ME,), m_M, l_M, CONSUMER)
             segments += 1
-    if params.tile.MERGE and params.work.merge.partial_out is not None:
-        merge_share(io, params, whole, CONSUMER)
+    if do_all_merge(params.tile.MERGE) and params.work.merge.partial_out is not None:
+        if is_in_thread_order(params.tile.MERGE):
+            merge_share_by_turns(io, params, whole, CONSUMER, False)
+        else:
+            merge_share(io, params, whole, CONSUMER)

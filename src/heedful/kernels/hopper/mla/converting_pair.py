@@ -40,7 +40,7 @@ def mla_converting_pair(io: StoredLatentIO, params: HopperDecodeParams):
     CONSUMER_REGS: gl.constexpr = params.tile.CONSUMER_REGS
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
     SCALED: gl.constexpr = io.scales is not None
-    shared = PairShared.allocate(io.rest_k.dtype, SCALED)
+    shared = PairShared.allocate(io.rest_k.dtype, SCALED, io.q_map is not None)
     keys = StoredKeys.allocate(io.k.dtype, io.rest_k.dtype, params.tile.STAGES, SCALED)
     share, _empty = own_share(params)
     fence_async_shared()

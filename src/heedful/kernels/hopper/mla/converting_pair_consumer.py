@@ -21,9 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from heedful.kernels.common.key_range import key_bounds
-from heedful.kernels.hopper.decode.results import finish_segment, merge_share, scale_of
+from heedful.kernels.hopper.decode.results import finish_segment, merge_share
 from heedful.kernels.hopper.decode.share import look
-from heedful.kernels.hopper.mla.boxes import KEYS, WIDTH
+from heedful.kernels.hopper.mla.boxes import KEYS
 from heedful.kernels.hopper.mla.conversion import (
     GROUPS,
     as_keys,
@@ -36,12 +36,18 @@ from heedful.kernels.hopper.mla.converting_consumer import (
     largest_exponents,
     output_rows,
     power_of_two,
-    query_factors,
-    row_tops,
-    store_scaled,
 )
-from heedful.kernels.hopper.mla.converting_pair_shared import HALF_BOX, PARTS, lanes_apart
-from heedful.kernels.hopper.mla.queries import load_dims, query_layout
+from heedful.kernels.hopper.mla.converting_pair_queries import load_query_half
+from heedful.kernels.hopper.mla.converting_pair_shared import (
+    BOTH_BARRIER,
+    HALF_BOX,
+    OPEN,
+    PARTS,
+    VOTE_BARRIER,
+    lanes_apart,
+    load_flag,
+    store_flag,
+)
 from heedful.kernels.hopper.mla.shared import BLOCKS
 from heedful.kernels.hopper.mla.swap_ab_consumer import (
     lane_sums,
@@ -49,8 +55,15 @@ from heedful.kernels.hopper.mla.swap_ab_consumer import (
     scale_columns,
     scale_sums,
 )
+from heedful.kernels.hopper.mla.thread_order import (
+    OF_ROWS,
+    do_all_merge,
+    finish_in_thread_order,
+    is_in_thread_order,
+    merge_share_by_turns,
+)
 from heedful.kernels.hopper.sm90 import barrier
-from heedful.kernels.hopper.sm90.barrier import FIRST_NAMED, sync_named
+from heedful.kernels.hopper.sm90.barrier import sync_named
 from heedful.kernels.hopper.sm90.compat import inline_asm, opaque, reinterpret
 from heedful.kernels.hopper.sm90.mma import ROWS, scores_layout
 from heedful.kernels.hopper.sm90.pipeline import PipelineState
@@ -61,90 +74,10 @@ from heedful.kernels.hopper.sm90.softmax import (
     vote_above,
 )
 
-# Named barriers: of both consumers; of each one, whose warps vote.
-BOTH_BARRIER: gl.constexpr = FIRST_NAMED
-VOTE_BARRIER: gl.constexpr = gl.constexpr(FIRST_NAMED.value + 1)
-# Flags: 0 and 1, whether a block changed references; whether a row has none.
-OPEN: gl.constexpr = gl.constexpr(2)
 PAIRS: gl.constexpr = gl.constexpr(64)  # of columns, in a group
 LAYOUT: gl.constexpr = scores_layout(gl.float16, ROWS.value)
 COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)  # of rows, which are columns of products
 OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
-
-
-@gluon.jit
-def store_part(shared, q_MD, part):
-    """Stores 64 columns of queries beside columns of 8 bits as they are, in two boxes that have the
-    order of the left operands beside them."""
-    M: gl.constexpr = q_MD.shape[0]
-    pairs = q_MD.to(gl.float16, bitcast=True).reshape([M, HALF_BOX // 2, 2, 2])
-    first, second = gl.split(pairs.permute((0, 1, 3, 2)))
-    shared.q.index(2 * part).store(first.reshape([M, HALF_BOX]))
-    shared.q.index(2 * part + 1).store(second.reshape([M, HALF_BOX]))
-
-
-@gluon.jit
-def greater_sizes(x_MD, top_MD):
-    """Maxima of |x|, and of numbers that are not negative, all as bits of float16 or bfloat16."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 t; and.b32 t, $1, 0x7fff7fff; max.u16x2 $0, t, $2; }",
-        "=r,r,r",
-        [x_MD, top_MD],
-        gl.int16,
-        True,
-        2,
-    )
-
-
-@gluon.jit
-def load_query_half(io, shared, params, segment, CONSUMER: gl.constexpr):
-    """Loads the queries of a segment to shared memory, as `load_scaled_queries` does: each consumer
-    half of them, and the second those past the values, too. They come as they are, and are
-    multiplied there. Loops, as instructions that run once wait for memory."""
-    SCALED: gl.constexpr = io.scales is not None
-    dtype: gl.constexpr = io.q.ptr.dtype.element_ty
-    narrow: gl.constexpr = query_layout(HALF_BOX)
-    wide: gl.constexpr = query_layout(WIDTH)
-    dims_D = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, wide))
-    FIRST: gl.constexpr = CONSUMER * PARTS // 2
-    STOP: gl.constexpr = FIRST + PARTS // 2 + (0 if SCALED or CONSUMER == 0 else 1)
-    for part in gl.static_range(FIRST, STOP):
-        store_part(shared, load_dims(io, params, segment, part * WIDTH + dims_D, wide), part)
-    top_MD = gl.zeros([ROWS, HALF_BOX], gl.int16, narrow)
-    for box in range(2 * FIRST, 2 * STOP):
-        x_MD = shared.q.index(box).load(narrow).to(gl.int16, bitcast=True)
-        top_MD = greater_sizes(x_MD, top_MD)
-    top_M = gl.max(top_MD, 1).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
-    if SCALED and CONSUMER == 1:
-        rest_MD = load_dims(io, params, segment, PARTS * WIDTH + dims_D, wide)
-        top_M = gl.maximum(top_M, row_tops(rest_MD, narrow))
-    shared.tops.index(CONSUMER).store(top_M)
-    # Both consumers have finished the segment before.
-    sync_named(BOTH_BARRIER)
-    top_M = gl.maximum(top_M, shared.tops.index(1 - CONSUMER).load(top_M.type.layout))
-    factor_M, back_M = query_factors(top_M)
-    scale = gl.to_tensor(params.scale_log2)
-    if io.k_descale.ptr is not None:
-        descale = scale_of(io.k_descale, segment)
-        factor_M = gl.where(descale < 0.0, -factor_M, factor_M)
-        scale *= gl.abs(descale)
-    # ptxas: it does not know that this is 0, and so does not unroll the loop.
-    zero = gl.minimum(segment.seq.len_k, 0)
-    for box in range(zero + 2 * FIRST, 2 * STOP):
-        q_MD = shared.q.index(box).load(narrow).to(dtype, bitcast=True)
-        store_scaled(shared.q.index(box), q_MD, factor_M)
-    if SCALED and CONSUMER == 1:
-        store_scaled(shared.q_rest.index(0), rest_MD, factor_M)
-    if CONSUMER == 0:
-        # A masked score, an infinity, times 0 would be NaN.
-        shared.scale.index(0).store(gl.maximum(back_M * scale, 1e-37))
-    else:
-        none_M = gl.full([ROWS], float("-inf"), gl.float32, top_M.type.layout)
-        shared.top.index(0).store(none_M)
-        shared.shift.index(0).store(gl.zeros_like(none_M))
-        store_flag(shared.flags.index(OPEN), gl.to_tensor(1))
-    fence_async_shared()
-    sync_named(BOTH_BARRIER)
 
 
 @gluon.jit
@@ -320,22 +253,6 @@ def any_warp(flag, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def load_flag(flag):
-    return inline_asm("ld.shared.b32 $0, [$1];", "=r,r,~{memory}", [flag], gl.int32)
-
-
-@gluon.jit
-def store_flag(flag, value):
-    """One thread of a warpgroup stores a flag."""
-    inline_asm(
-        "{ .reg .pred first; .reg .b32 t; mov.u32 t, %tid.x; and.b32 t, t, 127;\n"
-        "setp.eq.u32 first, t, 0; @first st.shared.b32 [$0], $1; }",
-        "r,r,~{memory}",
-        [flag, value],
-    )
-
-
-@gluon.jit
 def no_sums():
     """Sums of lanes of no keys."""
     return lane_sums(gl.zeros([KEYS, ROWS], gl.float32, LAYOUT))
@@ -499,11 +416,13 @@ def converting_pair_consumer(io, shared, keys, share, params, CONSUMER: gl.const
     """Computes columns [256 CONSUMER, 256 CONSUMER + 256) of all segments of this program."""
     block = PipelineState.start(params.tile.STAGES)
     phase = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
     whole = share
     while share.x < share.end:
         segment, share = look(share, params)
         if segment.start < segment.stop:
-            load_query_half(io, shared, params, segment, CONSUMER)
+            load_query_half(io, shared, params, segment, turn, CONSUMER)
+            turn ^= 1
             group = params.shape.heads_q // params.shape.heads_k
             row = segment.row0 // group
             bounds = key_bounds(row, row, segment.seq.off, segment.seq.len_k, params.mask)
@@ -522,11 +441,19 @@ def converting_pair_consumer(io, shared, keys, share, params, CONSUMER: gl.const
                 block, phase, acc, l_LM = second_steps(
                     shared, keys, params, segment, bounds, block, phase, acc, l_LM
                 )
-            out = output_rows(acc)
-            rows: gl.constexpr = gl.SliceLayout(1, out[0].type.layout)
-            l_M = sums_of_both(shared, l_LM, rows, CONSUMER)
-            m_M = shared.top.index(0).load(rows)
             descale = io.v_descale
-            finish_segment(io, params, segment, out, m_M, l_M, CONSUMER, descale=descale)
-    if params.tile.MERGE and params.work.merge.partial_out is not None:
-        merge_share(io, params, whole, CONSUMER, io.v_descale)
+            if is_in_thread_order(params.tile.MERGE):
+                l_M = sums_of_both(shared, l_LM, OF_ROWS, CONSUMER)
+                m_M = shared.top.index(0).load(OF_ROWS)
+                finish_in_thread_order(io, params, segment, acc, m_M, l_M, CONSUMER, True, descale)
+            else:
+                out = output_rows(acc)
+                rows: gl.constexpr = gl.SliceLayout(1, out[0].type.layout)
+                l_M = sums_of_both(shared, l_LM, rows, CONSUMER)
+                m_M = shared.top.index(0).load(rows)
+                finish_segment(io, params, segment, out, m_M, l_M, CONSUMER, descale=descale)
+    if do_all_merge(params.tile.MERGE) and params.work.merge.partial_out is not None:
+        if is_in_thread_order(params.tile.MERGE):
+            merge_share_by_turns(io, params, whole, CONSUMER, True, io.v_descale)
+        else:
+            merge_share(io, params, whole, CONSUMER, io.v_descale)

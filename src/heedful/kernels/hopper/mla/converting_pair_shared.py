@@ -7,10 +7,15 @@ from triton.experimental.gluon import language as gl
 from heedful.kernels.hopper.mla.boxes import KEYS, WIDTH
 from heedful.kernels.hopper.mla.conversion import GROUPS
 from heedful.kernels.hopper.mla.shared import BLOCKS
-from heedful.kernels.hopper.sm90.barrier import barriers
-from heedful.kernels.hopper.sm90.compat import aggregate
+from heedful.kernels.hopper.sm90.barrier import FIRST_NAMED, barriers
+from heedful.kernels.hopper.sm90.compat import aggregate, inline_asm
 from heedful.kernels.hopper.sm90.mma import ROWS
 
+# Named barriers: of both consumers; of each one, whose warps vote.
+BOTH_BARRIER: gl.constexpr = FIRST_NAMED
+VOTE_BARRIER: gl.constexpr = gl.constexpr(FIRST_NAMED.value + 1)
+# Flags: 0 and 1, whether a block changed references; whether a row has none.
+OPEN: gl.constexpr = gl.constexpr(2)
 HALF_BOX: gl.constexpr = gl.constexpr(32)  # columns of a left operand that 64 stored columns make
 PARTS: gl.constexpr = gl.constexpr(2 * GROUPS.value)  # of 64 columns, of the values
 
@@ -34,7 +39,8 @@ class PairShared:
     each consumer loads.
 
     flags: whether each block changed references; whether a row has none. p_full: barriers of the
-    probabilities of each block.
+    probabilities of each block. q_full: of the queries that each consumer fetches by their tensor
+    map; None without.
     """
 
     q: gl.shared_memory_descriptor
@@ -50,15 +56,18 @@ class PairShared:
     tops: gl.shared_memory_descriptor
     flags: gl.shared_memory_descriptor
     p_full: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor | gl.constexpr
 
     @gluon.jit
-    def allocate(of_rest: gl.constexpr, SCALED: gl.constexpr):
+    def allocate(of_rest: gl.constexpr, SCALED: gl.constexpr, FETCHES: gl.constexpr):
         dtype: gl.constexpr = gl.float16
         BOXES: gl.constexpr = 2 * PARTS if SCALED else 2 * PARTS + 2
         of_q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF_BOX], dtype)
         of_p: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        q_rest, scores, lanes, scales = None, None, None, None
+        q_rest, scores, lanes, scales, q_full = None, None, None, None, None
+        if FETCHES:
+            q_full = barriers(BLOCKS, 1)
         if not SCALED:
             scores = gl.allocate_shared_memory(gl.float32, [1, KEYS, ROWS], lanes_apart(2))
             lanes = gl.allocate_shared_memory(gl.float32, [1, 4, 8, ROWS], lanes_apart(3))
@@ -81,4 +90,21 @@ class PairShared:
             gl.allocate_shared_memory(gl.float32, [BLOCKS, ROWS], plain),
             gl.allocate_shared_memory(gl.int32, [BLOCKS + 1, 1], plain),
             barriers(BLOCKS, 4),
+            q_full,
         )
+
+
+@gluon.jit
+def load_flag(flag):
+    return inline_asm("ld.shared.b32 $0, [$1];", "=r,r,~{memory}", [flag], gl.int32)
+
+
+@gluon.jit
+def store_flag(flag, value):
+    """One thread of a warpgroup stores a flag."""
+    inline_asm(
+        "{ .reg .pred first; .reg .b32 t; mov.u32 t, %tid.x; and.b32 t, t, 127;\n"
+        "setp.eq.u32 first, t, 0; @first st.shared.b32 [$0], $1; }",
+        "r,r,~{memory}",
+        [flag, value],
+    )

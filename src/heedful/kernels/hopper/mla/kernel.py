@@ -24,7 +24,7 @@ def mla(io: MlaIO, params: HopperDecodeParams):
     """Stores out (B, M, H, E) and lse (B, H, M)."""
     CONSUMER_REGS: gl.constexpr = params.tile.CONSUMER_REGS
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
-    shared = MlaShared.allocate(io.k.dtype)
+    shared = MlaShared.allocate(io.k.dtype, io.q_map is not None)
     share, _empty = own_share(params)
     fence_async_shared()
     start_roles(

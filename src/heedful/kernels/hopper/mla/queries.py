@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.mla.boxes import BOXES, HALF, VALUE_BOXES, WIDTH, boxes_of
+from heedful.kernels.hopper.sm90.compat import reinterpret, tma_load
 
 
 @gluon.jit
@@ -43,6 +44,16 @@ def query_layout(columns):
     """The register layout of queries while they are loaded: a thread has eight of a row."""
     lanes = columns // 8
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.jit
+def fetch_box(io, memory, full, params, segment, box):
+    """Starts loading 64 columns of a tile's queries by their tensor map: no thread computes
+    addresses. Rows past the last token and columns past the last one are zero."""
+    group = params.shape.heads_q // params.shape.heads_k
+    at = [segment.b, segment.g, segment.row0 // group, segment.row0 % group, box * WIDTH]
+    shape: gl.constexpr = io.q_map.block_type.shape
+    tma_load(io.q_map, at, full, reinterpret(memory, io.q_map.dtype, shape, io.q_map.layout))
 
 
 @gluon.jit

@@ -70,7 +70,8 @@ class MlaShared:
     sums_full: gl.shared_memory_descriptor
 
     @gluon.jit
-    def allocate(dtype: gl.constexpr):
+    def allocate(dtype: gl.constexpr, FETCHES: gl.constexpr):
+        """FETCHES: whether queries come by their tensor map."""
         half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HALF], dtype)
         narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -88,7 +89,7 @@ class MlaShared:
             barriers(BLOCKS * 2, 1),
             barriers(1, 1),
             barriers(BLOCKS, WARPS),
-            barriers(1, 2 * WARPS),
+            barriers(1, 2 if FETCHES else 2 * WARPS),
             barriers(1, 2),
             barriers(1, 2 * WARPS),
         )
