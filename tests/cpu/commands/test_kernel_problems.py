@@ -20,9 +20,9 @@ from heedful.bench import steps
 from heedful.bench.harness import cases
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import LATENT_ROWS
-from heedful.launch import prebuild, record
+from heedful.launch import record
 from kernel_wheel import problems
-from support.problems.grids import in_turns
+from support.listed import Listed
 from support.runs import standin
 
 H200, H100 = by_name("H200"), by_name("H100")
@@ -123,23 +123,17 @@ CALLS = {
 
 
 @pytest.fixture(scope="module")
-def listed() -> set[str]:
-    unused = ("masks", "fp8", "half")
-    groups = [g.__name__ for g in problems.ALL if g.__name__ not in unused]
-    return set(prebuild.kernels(problems.entries(groups), [H200, H100])[0])
+def listed() -> Listed:
+    return Listed(problems.entries())
 
 
-@pytest.mark.parametrize(
-    "name, device",
-    in_turns(CALLS, [H200, H100]),
-    ids=lambda value: getattr(value, "name", value),
-)
+@pytest.mark.parametrize("device", [H200, H100], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("name", CALLS)
 def test_calls_of_models_need_no_kernel_that_is_not_listed(name, device, listed, tmp_path):
     with standin.gpu(device.name), record.record(tmp_path / "list"):
         CALLS[name]()
-    needed, _ = prebuild.kernels(record.load(tmp_path / "list"), [device])
-    assert needed
-    assert not [call.kernel.function for key, (call, _) in needed.items() if key not in listed]
+    needed = record.load(tmp_path / "list")
+    assert needed and not listed.lacks(needed, device)
 
 
 @pytest.mark.parametrize("group", ["forward", "backward", "kv_heads", "shapes", "splits", "decode"])
@@ -147,7 +141,7 @@ def test_tables_need_no_kernel_that_is_not_listed(group, listed):
     found = [case for case in cases.cases(group) if case.problem.dtype == "bfloat16"]
     directions = ("forward", "backward") if found[0].direction == "backward" else ("forward",)
     entries = [record.Entry(case.problem, way) for case in found for way in directions]
-    assert prebuild.kernels(entries, [H200])[0].keys() <= listed
+    assert not listed.lacks(entries, H200)
 
 
 def unwritten(step: steps.Step, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -175,7 +169,7 @@ def test_steps_need_no_kernel_that_is_not_listed(step, listed, monkeypatch, tmp_
     )
     with standin.gpu(H200.name), record.record(tmp_path / "list"):
         steps.heedful(step, steps.draw(step, torch.device("cpu")))()
-    assert prebuild.kernels(record.load(tmp_path / "list"), [H200])[0].keys() <= listed
+    assert not listed.lacks(record.load(tmp_path / "list"), H200)
 
 
 def test_an_unknown_group_is_named_with_those_that_there_are():

@@ -10,10 +10,11 @@ import torch
 pytest.importorskip("triton")
 
 from heedful.core.base.device import by_name
-from heedful.launch import prebuild, record
+from heedful.launch import record
 from kernel_wheel import problems
 from support.integrations.language_models import model
 from support.integrations.other_models import plain
+from support.listed import Listed
 from support.runs import standin
 
 H200 = by_name("H200")
@@ -182,11 +183,11 @@ def names(table: dict[str, Any]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def listed() -> set[str]:
-    return set(prebuild.kernels(problems.entries(), [H200])[0])
+def listed() -> Listed:
+    return Listed(problems.entries())
 
 
-def unlisted(made: Any, run: Callable[[Any], None], listed: set[str], path) -> list[str]:
+def unlisted(made: Any, run: Callable[[Any], None], listed: Listed, path) -> list[str]:
     """Problems that a run has and whose kernels are not all listed."""
     made = made.to(torch.bfloat16)
     made.set_attn_implementation("heedful")
@@ -195,9 +196,7 @@ def unlisted(made: Any, run: Callable[[Any], None], listed: set[str], path) -> l
     found = record.load(path)
     assert found
     return [
-        f"{entry.direction} {entry.problem.key()}"
-        for entry in found
-        if not set(prebuild.kernels([entry], [H200])[0]) <= listed
+        f"{entry.direction} {entry.problem.key()}" for entry in found if listed.lacks([entry], H200)
     ]
 
 
