@@ -79,7 +79,7 @@ BOTH_WAYS = (
     small(rel_bias=300, window=(15, 30, 2), seqlen_q=65, seqlen_k=90, heads_q=1, heads_k=1),
     small(rel_bias=30, key_ranges=2, sink=True, dtype="float16", heads_q=1, heads_k=1),
     small(sink=True, causal=True, seqlen_q=60, seqlen_k=40),
-    small(heads_q=1, heads_k=1, dropout_p=0.3),
+    small(heads_q=1, heads_k=1, dropout_p=0.3, origins=4, varlen="qk"),
     small(heads_q=1, heads_k=1, dropout_p=0.3, dropout_origin=(1, 2**32 - 3, 5, 2**32 - 6)),
     small(heads_q=1, heads_k=1, dropout_p=1.0),
     small(varlen="qk", used="qk", batch=3, causal=True),
