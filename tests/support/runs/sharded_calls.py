@@ -18,6 +18,7 @@ def lies(name: str, tensor: Any, places, packed: bool) -> list:
     """Where an array lies if q has these places: what it has no dim for is whole."""
     dims = {"q": "bmhd", "k": "bnhd", "v": "bnhd", "out": "bmhd", "lse": "bhm", "probs": "bhmn"}
     dims |= {"bias": "bhmn", "alibi_slopes": "bh", "sink": "h", "rel_bias": "h-"}
+    dims |= {"origins": "b-"}
     letters = dims[name]
     if packed and name in ("q", "k", "v", "out"):
         letters = letters[1:]
@@ -48,7 +49,11 @@ def results(built: Built, shape: tuple[int, ...], places: list) -> Results:
             for name, leaf in leaves.items()
         }
         alibi = shard(slopes, ranks, lies("alibi_slopes", slopes, places, packed))
-        returned = api.call(built, own, alibi_slopes=alibi)
+        origins = built.x.origins
+        if origins is not None and not packed:
+            origins = shard(origins, ranks, lies("origins", origins, places, packed))
+        place = api.origin_of(built, origins)
+        returned = api.call(built, own, alibi_slopes=alibi, dropout_origin=place)
         made: dict[str, Any] = dict(zip(("out", "lse", "probs"), returned, strict=False))
         cotangents = {"out": built.dout, "lse": built.dlse}
         grads = torch.autograd.grad(

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,13 @@ PACKED = Case(**{**vars(ALL), "bias": "hqk", "varlen": "qk", "used": "k", "alibi
         (ALL, (2,), [BATCH]),
         (ALL, (2,), [HEADS]),
         (ALL, (2, 2), [BATCH, HEADS]),
+        (replace(ALL, origins=1), (2, 2), [BATCH, HEADS]),
         (ALL, (2, 2), [HEADS, HEADS]),
         (ALL, (2, 2), [SAME, BATCH]),
         (FEW, (2,), [BATCH]),
         (FEW, (2, 2), [HEADS, BATCH]),
         (PACKED, (2,), [Shard(1)]),
-        (PACKED, (2, 2), [Shard(1), SAME]),
+        (replace(PACKED, origins=4), (2, 2), [Shard(1), SAME]),
     ],
     ids=lambda value: None if isinstance(value, Case) else str(value),
 )
