@@ -253,5 +253,5 @@ def shifted(by_name: dict[str, Array]) -> dict[str, Array]:
     batch, head = (index[:1] if index.size else zero for index in (batch, head))
     if "origins" in by_name:
         more = jnp.concatenate([zero, head, zero, zero]).astype(jnp.int32)
-        return {"origins": by_name["origins"] + more}
+        return {"origins": by_name["origins"] + more[None]}
     return {"origin": by_name["origin"] + jnp.concatenate([batch, head, zero, zero])}
