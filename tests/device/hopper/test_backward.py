@@ -23,6 +23,8 @@ from support.runs.prepared import Prepared
 pytestmark = [*ON_HOPPER, WITH_TRITON_3_9]
 
 BASE = Case(dtype="bfloat16", head_dim=64, heads_q=4, heads_k=2, num_splits=1)
+# More work tiles than the device has places, by a few that are split.
+TAIL = {"batch": 17, "heads_q": 8, "head_dim": 128, "seqlen_q": 700, "num_splits": 0}
 # More work tiles than the device has places.
 TILES = {"batch": 3, "heads_q": 8, "heads_k": 4, "seqlen_q": 300, "seqlen_k": 2100}
 LENGTHS = [(1, 1), (64, 128), (193, 127), (257, 129), (300, 1), (37, 700), (511, 513)]
@@ -52,6 +54,8 @@ CASES = [
         for dim in (64, 96, 128)
         for w in ((-1, -1), (-1, 0), (100, 0), (200, 300))
     ),
+    replace(BASE, **TAIL, heads_k=8, seqlen_k=100),
+    replace(BASE, **TAIL, heads_k=4, seqlen_k=250),
 ]
 
 SMALL = replace(BASE, seqlen_q=200, seqlen_k=333)

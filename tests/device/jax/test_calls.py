@@ -21,6 +21,7 @@ from jax import numpy as jnp  # noqa: E402
 import heedful  # noqa: E402
 import heedful.jax  # noqa: E402
 import heedful.torch  # noqa: E402
+from heedful.core.registry.by_hand import forced  # noqa: E402
 from heedful.jax import Quads  # noqa: E402
 from heedful.launch import record  # noqa: E402
 from heedful.launch.prebuild import prebuild  # noqa: E402
@@ -110,6 +111,36 @@ CACHES = [
 def test_a_call_over_a_cache_gives_the_bits_of_the_pytorch_path(case):
     built = build(case, "cuda")
     want, got = api.results(built), jax_api.results(built)
+    check(built, got, "cuda")
+    for name, array in want.present().items():
+        np.testing.assert_array_equal(getattr(got, name), array, err_msg=name)
+
+
+# By the decode of wide heads, which JAX's calls do not take by themselves.
+WIDE_CACHES = variants(
+    Case(
+        dtype="bfloat16",
+        head_dim=512,
+        heads_q=8,
+        heads_k=2,
+        used="k",
+        seqlen_q=2,
+        causal=True,
+        backward=False,
+    ),
+    seqlen_q=[1],
+    page_size=[16],
+    leftpad_k=[True],
+    num_splits=[4],
+    dtype=["float16"],
+)
+
+
+@pytest.mark.skipif(not _supports_jax(), reason="JAX sees no GPU")
+@pytest.mark.parametrize("case", WIDE_CACHES, ids=str)
+def test_a_call_over_a_cache_of_wide_heads_gives_the_bits_of_the_pytorch_path(case):
+    built, backend = build(case, "cuda"), forced("decode/wide")
+    want, got = (side.results(built, backend=backend) for side in (api, jax_api))
     check(built, got, "cuda")
     for name, array in want.present().items():
         np.testing.assert_array_equal(getattr(got, name), array, err_msg=name)

@@ -22,9 +22,10 @@ from heedful.kernels.hopper.backward.dq import warpgroup as dq_file
 from heedful.kernels.hopper.sm90 import sequences
 from heedful.kernels.hopper.sm90.roles import arranged
 from support.hopper.backward_memory import Reading, Scores, Span, Sums, Tensors, is_memory
+from support.hopper.backward_sizes import BLOCK_N, Sizes, Tile
 from support.hopper.hosted import Barrier, Host, Int, Machine, Pointer, Row
 
-BLOCK_N, GROUP, CONSUMERS, KEYS = 128, 2, 2, 64
+GROUP, CONSUMERS, KEYS = 2, 2, 64
 # Queries and keys of a tile of a block mask.
 SIDE = 128
 STAGES = 2
@@ -56,41 +57,6 @@ class Words(tuple):
         return self
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """lengths: queries and keys of each sequence. runs: of each 64 queries of the only sequence,
-    the one or two runs of keys that they see by key_ranges. listed: of each key tile of the only
-    sequence, the tiles of 128 queries of its list, and how many of them need a mask. used: of each
-    sequence how many queries are in use, where its keys begin, and how many of these are."""
-
-    lengths: tuple[tuple[int, int], ...]
-    heads_k: int = 2
-    left: int | None = None
-    right: int | None = None
-    packed: bool = False
-    l2_heads: int = 1
-    runs: tuple[tuple[tuple[int, int], ...], ...] = ()
-    listed: tuple[tuple[tuple[int, ...], int], ...] = ()
-    used: tuple[tuple[int, int, int], ...] = ()
-
-    def in_use(self, b: int) -> tuple[int, int, int]:
-        """`used` of a sequence."""
-        rows, keys = self.lengths[b]
-        return self.used[b] if self.used else (rows, 0, keys)
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A step of the kernel, how many work tiles' keys there is room for, and whether visits go
-    through all heads of a query tile first."""
-
-    block_m: int = 64
-    dim: int = 128
-    k_stages: int = 2
-    heads_innermost: bool = False
-    block_n: int = BLOCK_N
-
-
 @dataclass
 class Device:
     """programs: that are at work at once. draws, in_turns, splits: as the kernel's variants.
@@ -99,7 +65,8 @@ class Device:
     skips: (function, step, of what) that are left out, such as ("backward_dq", "arrive",
     "k_empty"): of the calls that this function makes, and those that it calls. bends: changes a
     program's shared memory. instead: what stands in for names of the kernels' files. far: whether
-    all rows are far from 0, whose cotangents the producer scales on their way.
+    all rows are far from 0, whose cotangents the producer scales. tail: how many work tiles, the
+    last ones, are split while others are not; 0: all are.
     """
 
     sizes: Sizes
@@ -114,6 +81,7 @@ class Device:
     bends: Callable[[Any], None] = lambda shared: None
     instead: dict = field(default_factory=dict)
     far: bool = False
+    tail: int = 0
 
     def __post_init__(self):
         s = self.sizes
@@ -131,6 +99,8 @@ class Device:
                 starts.append(starts[-1] + n)
         self.first_rows, self.accum_rows = self.rows_of(0, block_m)
         self.first_keys, self.partial_rows = self.rows_of(1, self.tile.block_n)
+        if self.tail:
+            self.partial_rows = self.tail * self.tile.block_n
         heads = s.heads_k * (1 if s.packed else batch)
         self.turns = [0] * (s.heads_k * GROUP * self.accum_rows // block_m)
         self.params = self.make_params(heads)
@@ -207,6 +177,7 @@ class Device:
                 partials=Pointer([]) if self.splits > 1 else None,
                 partial_rows=Int(self.partial_rows),
                 splits=Int(self.splits),
+                whole=Int(self.tiles - self.tail) if self.tail else None,
                 hulls=self.hulls(),
                 lists=self.lists(),
             ),
@@ -220,6 +191,8 @@ class Device:
                 DS_STAGES=STAGES,
                 K_STAGES=self.tile.k_stages,
                 HEADS_INNERMOST=self.tile.heads_innermost,
+                DK_IN_KEYS=self.tile.dk_in_keys,
+                ROTATES=self.tile.rotates,
                 CONSUMER_REGS=0,
                 DQ_REGS=0,
                 PRODUCER_REGS=0,
@@ -390,6 +363,8 @@ class Device:
         key = (desc.name, *map(int, at))
         assert key not in self.stored
         contents = self.copy(memory)
+        # Of one box, or of several that hold one gradient.
+        contents = (contents,) if isinstance(contents, Sums) else contents
         assert all(isinstance(content, Sums) for content in contents)
         (self.stored[key],) = {sums.made for sums in contents}
 

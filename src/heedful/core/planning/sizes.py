@@ -21,6 +21,7 @@ from heedful.core.planning.splits import (
     programs_of_known_parts,
     programs_of_parts,
 )
+from heedful.core.planning.tail_splits import split_tail
 from heedful.core.registry.tiles import (
     CONSUMER_ROWS,
     DIAGONAL_PARTS,
@@ -530,24 +531,21 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
         waves = if_above(head_bytes, plan.device.l2_bytes, waves, config.last_waves)
         last = larger(1, ceil_div(waves * plan.device.units, key_blocks * splits))
     groups = larger(0, all_heads - last) // heads
+    tail, tail_splits = split_tail(config, problem, plan.device, tiles, q_blocks, splits)
     programs = tiles * splits
     if config.draws:
         programs = smaller(programs, plan.device.units)
     rows_programs = q_blocks * problem.batch * problem.heads_q
+    order = {"tiles": tiles, "key_blocks": key_blocks, "l2_heads": heads, "l2_groups": groups}
+    order["splits"] = splits
+    if tail:
+        order |= {"splits": tail_splits, "whole": tiles - tail}
     launches = {
         "hopper.backward_prologue": LaunchSizes((rows_programs, 1, 1), {"q_blocks": q_blocks}),
-        kernel: LaunchSizes(
-            (programs, 1, 1),
-            {
-                "tiles": tiles,
-                "key_blocks": key_blocks,
-                "l2_heads": heads,
-                "l2_groups": groups,
-                "splits": splits,
-            },
-        ),
+        kernel: LaunchSizes((programs, 1, 1), order),
     }
     numbers = {"q_blocks": q_blocks}
+    rows_programs += tail * (config.block_n // CONSUMER_ROWS)
     if splits > 1:
         numbers["k_blocks"] = ceil_div(stored_k, CONSUMER_ROWS)
         rows_programs += numbers["k_blocks"] * problem.batch * problem.heads_k
@@ -569,6 +567,9 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
         workspaces.append(Workspace.of("turns", problem.heads_q * blocks, dtype="int32"))
     if splits > 1:
         dims = splits, problem.heads_k, head_tiles * config.block_n, columns + columns_v
+        workspaces.append(Workspace.of("partials", *dims))
+    if tail:
+        dims = tail_splits, 1, tail * config.block_n, columns + columns_v
         workspaces.append(Workspace.of("partials", *dims))
     if problem.key_ranges:
         launches["hopper.key_hulls"], hulls = _key_hulls(problem)

@@ -221,6 +221,8 @@ def _times(*figures) -> tuple[list[int], list[float], list[float]]:
 # (measurements/hopper-backward.md).
 TILE_VISITS, SPLIT_VISITS = 2, 6
 BACKWARD_WORTH = 0.9
+# Tiles that are left at the end are split. Each split has results in float32.
+MAX_TAIL_SPLITS = 4
 
 
 @opaque
@@ -289,3 +291,19 @@ def backward_splits(
     seen = seen_keys(problem.seqlen_q, stored_k, *blocks, mask.left, mask.right)
     whole = seen.whole * problem.batch * problem.heads_k
     return choose_backward_splits(tiles, seen.visits * problem.group, units, whole)
+
+
+@opaque
+@lru_cache(4096)
+def choose_tail_splits(tiles: int, visits: int, units: int) -> int:
+    """Into how many splits to cut the visits of those key tiles that are left once all SMs have had
+    as many, where tiles are equal. Other arguments as of `choose_backward_splits`."""
+    rest = tiles % units
+    if tiles < units or not rest:
+        return 1
+
+    def time(splits: int) -> float:
+        beside = SPLIT_VISITS if splits > 1 else TILE_VISITS
+        return -(-rest * splits // units) * (-(-visits // splits) + beside)
+
+    return min(range(1, max(1, min(MAX_TAIL_SPLITS, visits)) + 1), key=time)

@@ -11,7 +11,10 @@ from heedful.core.registry.configs import ConfigRow
 
 _BACKWARD = ("draws", "last_waves", "splits", "heads_innermost")
 OPTIONS = {
-    "hopper.backward": (*_BACKWARD, "block_n", "hides_rows"),
+    "hopper.backward": (
+        *(*_BACKWARD, "block_n", "tail_splits", "dk_in_keys", "rotates", "hides_rows"),
+        *("num_stages", "k_stages"),
+    ),
     "hopper.backward_pair": _BACKWARD,
     "hopper.backward_wide": _BACKWARD,
     "hopper.backward_halves": _BACKWARD,
@@ -156,6 +159,7 @@ def with_options(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionPr
     for name in (
         *("programs", "merge_values", "merge_stages", "least_tiles", "num_stages"),
         *("fewest_shares", "key_splits"),
+        "k_stages",
     ):
         value = made.get(name, 1)
         if value < 1 or value & (value - 1) and name == "merge_values":

@@ -386,6 +386,10 @@ class HopperBackwardConfig(TileConfig):
     with one query tile after the other, and half of the key tiles go from the last query tile.
     hides_rows: by key_ranges, query tiles of which some rows see all of a key tile, and the others
     nothing, need no mask.
+    tail_splits: without a mask, how many splits those work tiles have that are left once all SMs
+    have had as many; 0: core/planning/splits.py chooses. dk_in_keys: dK is stored through the
+    shared memory of its keys, in dense calls where these have two stages. rotates: without a mask,
+    each key tile's visits begin with another query tile.
     """
 
     dout_stages: int = 2
@@ -400,19 +404,36 @@ class HopperBackwardConfig(TileConfig):
     splits: int = 1
     heads_innermost: bool = False
     hides_rows: bool = False
+    tail_splits: int = 1
+    dk_in_keys: bool = False
+    rotates: bool = False
 
     def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
-        # Two stages of wide keys would fill shared memory, where the words of a block mask lie.
         made = replace(
             self,
             heads_innermost=self.heads_innermost and _is_triangle(problem),
             hides_rows=self.hides_rows and _has_one_range(problem),
+            rotates=self.rotates and _is_rectangle(problem),
         )
         if self.dq_regs is not None and self.block_n == CONSUMER_ROWS:
             # Each has two stages of queries, and work tiles half as many keys.
-            return replace(made, block_m=CONSUMER_ROWS, num_stages=4)
+            return replace(made, block_m=CONSUMER_ROWS, num_stages=4, dk_in_keys=False)
+        # Two stages of wide keys would fill shared memory, where the words of a block mask lie.
         fits = problem.block_mask == 0 or problem.head_dim <= 64
-        return made if fits else replace(made, k_stages=1)
+        made = made if fits else replace(made, k_stages=1)
+        dk_in_keys = made.dk_in_keys and made.k_stages > 1 and _is_dense(problem)
+        return replace(made, dk_in_keys=dk_in_keys)
+
+
+def _is_dense(problem: AttentionProblem) -> bool:
+    """Whether no feature of a call takes registers of the backward's loop beside the mask's."""
+    is_modified = problem.softcap or problem.dropout_p or problem.key_ranges or problem.block_mask
+    return not (is_modified or problem.ragged_k or problem.varlen_q or problem.deterministic)
+
+
+def _is_rectangle(problem: AttentionProblem) -> bool:
+    """Whether all queries of a dense call see the same keys."""
+    return not problem.is_masked and _is_dense(problem)
 
 
 def _has_one_range(problem: AttentionProblem) -> bool:

@@ -105,7 +105,8 @@ class HopperBackwardOrder(NamedTuple):
     splits: parts that the visits of a key tile are split into; each part is a work tile. partials:
     dV and dK of each split, KV head and 64 keys, in the order of `hopper.backward.dq.sums`.
     partial_rows: keys of a head in them, where each sequence is rounded up to whole tiles. All
-    three are None if nothing is split.
+    three are None if nothing is split. whole: how many work tiles come before the first that is
+    split, where only the last ones are; partials then have these alone, as one head. Else None.
 
     hulls: of rows with key_ranges; else its fields are None. lists: of a block mask.
     """
@@ -120,6 +121,7 @@ class HopperBackwardOrder(NamedTuple):
     splits: Num
     partials: Out[Ptr]
     partial_rows: Num
+    whole: Num
     hulls: BackwardHulls
     lists: BackwardLists
 
@@ -128,7 +130,7 @@ class HopperBackwardTile(NamedTuple):
     """A step is BLOCK_M queries x BLOCK_N keys; each consumer has 64 of the keys, or both have the
     same 64. *_STAGES: tiles that shared memory holds, powers of two. D, E: columns of q and k, and
     of v, in products. DQ_REGS: registers of the dQ warpgroup; None where consumers compute dQ.
-    HEADS_INNERMOST: see `HopperBackwardConfig`."""
+    HEADS_INNERMOST, DK_IN_KEYS, ROTATES: see `HopperBackwardConfig`."""
 
     BLOCK_M: Const
     BLOCK_N: Const
@@ -142,6 +144,8 @@ class HopperBackwardTile(NamedTuple):
     DQ_REGS: Const
     PRODUCER_REGS: Const
     HEADS_INNERMOST: Const
+    DK_IN_KEYS: Const
+    ROTATES: Const
 
 
 class HopperBackwardParams(NamedTuple):
@@ -194,6 +198,19 @@ class BackwardEpilogueIO(NamedTuple):
     partials: In[Ptr]
     dk: Out[Rows]
     dv: Out[Rows]
+
+
+class BackwardTail(NamedTuple):
+    """The work tiles that are split where only the last ones are, as in HopperBackwardOrder; else
+    all are None. programs: those of the epilogue that store dq. heads: KV heads of all
+    sequences."""
+
+    whole: Num
+    key_blocks: Num
+    l2_heads: Num
+    l2_groups: Num
+    heads: Num
+    programs: Num
 
 
 class BackwardEpilogueTile(NamedTuple):

@@ -57,7 +57,7 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
     calls += [
         _prologue_call(problem, config, sizes, buffers),
         _backward_call(problem, kernel, config, sizes, buffers),
-        _epilogue_call(problem, config, sizes, buffers),
+        _epilogue_call(problem, kernel, config, sizes, buffers),
     ]
     calls += portable.calls_beside(problem, plan, buffers)
     return Program(tuple(calls), sizes.workspaces)
@@ -233,8 +233,25 @@ def _prologue_call(
     )
 
 
+def _tail(launch: LaunchSizes, config: HopperBackwardConfig, programs: int) -> args.BackwardTail:
+    """The group of which work tiles are split, if only the last ones are. programs: all those of
+    the epilogue."""
+    whole = launch.numbers.get("whole")
+    if whole is None:
+        return absent(args.BackwardTail)
+    tiles, key_blocks = (launch.numbers[name] for name in ("tiles", "key_blocks"))
+    boxes = (tiles - whole) * (config.block_n // CONSUMER_ROWS)
+    named = {name: launch.numbers[name] for name in ("key_blocks", "l2_heads", "l2_groups")}
+    numbers = {"whole": whole, "heads": tiles // key_blocks, "programs": programs - boxes}
+    return args.BackwardTail(**groups.scalars(**numbers, **named))
+
+
 def _epilogue_call(
-    problem: AttentionProblem, config: HopperBackwardConfig, sizes: Sizes, buffers: Buffers
+    problem: AttentionProblem,
+    kernel: str,
+    config: HopperBackwardConfig,
+    sizes: Sizes,
+    buffers: Buffers,
 ) -> KernelCall:
     splits = _splits(buffers)
     # The main kernel stores gradients that are not split.
@@ -248,6 +265,9 @@ def _epilogue_call(
         seqs=groups.sequences(problem, buffers),
         sizes=_sizes(problem, buffers),
         **{"k_blocks": None, **splits},
+        tail=_tail(
+            sizes.launches[kernel], config, sizes.launches["hopper.backward_epilogue"].grid[0]
+        ),
         tile=groups.constants(
             args.BackwardEpilogueTile,
             config,
@@ -309,7 +329,7 @@ def _backward_call(
             order=groups.arrays(
                 args.HopperBackwardOrder,
                 buffers,
-                **groups.scalars(**launch.numbers) | _splits(buffers),
+                **{"whole": None} | groups.scalars(**launch.numbers) | _splits(buffers),
                 **_scratch(buffers, "partials"),
                 hulls=_hulls(problem, config, sizes.launches.get("hopper.query_hulls"), buffers),
                 lists=_lists(problem, buffers),

@@ -95,11 +95,25 @@ class Checked(Device):
                 for block in range(blocks):
                     yield b, head, block
 
+    def slot(self, key_tile: tuple[int, int, int]) -> int:
+        """Which of the split tiles it is, where only the last ones are; -1: a whole one."""
+        first = self.tiles - self.tail
+        order, swizzle = self.params.order, self.host.turned(tile_file.l2_swizzle)
+        heads = self.tiles // self.key_blocks[0]
+        numbers = order.key_blocks, Int(heads), order.l2_heads, order.l2_groups
+        tail = [swizzle(Int(i), *numbers) for i in range(first, self.tiles)]
+        b, head, block = key_tile
+        wanted = (b * self.sizes.heads_k + head, block)
+        return tail.index(wanted) if wanted in tail else -1
+
+    def splits_of(self, key_tile: tuple[int, int, int]) -> int:
+        return 1 if self.tail and self.slot(key_tile) < 0 else self.splits
+
     def gradients(self, key_tile: tuple[int, int, int], split: int, consumer: int) -> list:
         """dK and dV of a consumer's keys, as they were stored."""
         b, head, block = key_tile
         col = block * BLOCK_N + consumer * KEYS
-        if self.splits == 1:
+        if self.splits_of(key_tile) == 1:
             # Gradients of all keys in storage but padding are stored.
             col += self.sizes.in_use(b)[1]
             at = self.box(b, head, self.starts[1][b], self.sizes.lengths[b][1], col)
@@ -107,13 +121,16 @@ class Checked(Device):
             assert self.stored.keys() >= set(stored)
             return [self.stored.pop(key) for key in stored]
         row = (split * self.sizes.heads_k + head) * self.partial_rows + self.first_keys[b] + col
+        if self.tail:
+            slot = self.slot(key_tile)
+            row = split * self.partial_rows + slot * BLOCK_N + consumer * KEYS
         dim = self.tile.dim
         return [self.partials.pop(row * 2 * dim + KEYS * dim * i) for i in (1, 0)]
 
     def check_key_tile(self, b, head, block) -> list[tuple[int, int]]:
         """The query tiles of which a key tile's gradients are made, each once and in order."""
         visits = []
-        for split in range(self.splits):
+        for split in range(self.splits_of((b, head, block))):
             of_split = []
             for consumer in range(CONSUMERS):
                 dk, dv = self.gradients((b, head, block), split, consumer)
@@ -135,6 +152,11 @@ class Checked(Device):
             assert visits == [(head * GROUP + r, m) for r in range(GROUP) for m in of_head]
         elif self.tile.heads_innermost:
             assert visits == self.by_rows(b, head, block, {m for _, m in visits})
+        elif self.tile.rotates:
+            count = self.q_blocks[b]
+            first = block * count // self.key_blocks[b]
+            heads = range(head * GROUP, head * GROUP + GROUP)
+            assert visits == [(h, (first + i) % count) for h in heads for i in range(count)]
         else:
             assert visits == sorted(visits)
         return visits

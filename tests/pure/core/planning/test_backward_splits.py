@@ -17,6 +17,7 @@ from heedful.core.planning.splits import (
     SPLIT_VISITS,
     TILE_VISITS,
     choose_backward_splits,
+    choose_tail_splits,
 )
 from heedful.core.registry.by_hand import forced
 from heedful.launch.prebuild import compiling
@@ -119,6 +120,24 @@ def test_scratch_and_programs_are_those_of_all_splits():
     # The epilogue has programs for 64 keys of a KV head, too.
     epilogues = [s.launches["hopper.backward_epilogue"] for s in (whole, split)]
     assert [e.grid[0] for e in epilogues] == [2 * 8 * 8, 2 * 8 * 8 + 2 * 2 * 16]
+
+
+def test_work_tiles_that_are_left_have_splits_of_their_own_where_that_takes_less_time():
+    assert [choose_tail_splits(2048, n, 132) for n in (16, 64, 256, 1024)] == [1, 3, 3, 3]
+    # None are left, or all.
+    assert choose_tail_splits(1320, 64, 132) == choose_tail_splits(130, 64, 132) == 1
+    wanted = problem("4 x 4096", "16/16", "128", "full")
+    found = sizes(wanted)
+    assert found.launches["hopper.backward"].numbers["whole"] == 15 * 132
+    assert found.launches["hopper.backward"].numbers["splits"] == 3
+    (partials,) = (w.buffer.shape for w in found.workspaces if w.name == "partials")
+    assert partials == (3, 1, 68 * 128, 256)
+    epilogue = found.launches["hopper.backward_epilogue"]
+    assert epilogue.grid[0] == 4 * 64 * 16 + 68 * 2
+    for others in (("causal", "16/16"), ("full", "2/2")):
+        mask, heads = others
+        masked = sizes(problem("4 x 4096", heads, "128", mask))
+        assert "whole" not in masked.launches["hopper.backward"].numbers
 
 
 def test_a_window_is_no_triangle_and_packed_sequences_are_one():

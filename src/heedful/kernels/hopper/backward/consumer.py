@@ -107,8 +107,20 @@ def outlet(shared, desc, first: gl.constexpr, CONSUMER):
 
 
 @gluon.jit
-def store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER):
-    """Stores dV and dK through the memory of dS, once dQ has been computed from it."""
+def store_dk(io, shared, dk, params, tile, is_tight: gl.constexpr, CONSUMER):
+    """Stores scaled dK through the memory of dS. is_tight: which dV still fills."""
+    if is_tight:
+        wait_for_outlet()
+    out = outlet(shared, io.dk, False, CONSUMER)
+    others = outlet(shared, io.dk, False, 0), outlet(shared, io.dk, False, 1)
+    store_rows(io.dk, out, others, dk, params.tile.D, params, tile, CONSUMER)
+
+
+@gluon.jit
+def store_gradients(io, shared, dk, dv, params, tile, visit, kv_count, CONSUMER):
+    """Stores dV and dK through the memory of dS, once dQ has been computed from it; with
+    DK_IN_KEYS dK through that of the consumer's last keys, which it still holds. kv_count: work
+    tiles whose keys it has had."""
     D: gl.constexpr = io.dk.block_type.shape[-1]
     E: gl.constexpr = io.dv.block_type.shape[-1]
     for ahead in gl.static_range(params.tile.DS_STAGES):
@@ -117,12 +129,20 @@ def store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER):
     out = outlet(shared, io.dv, True, CONSUMER)
     others = outlet(shared, io.dv, True, 0), outlet(shared, io.dv, True, 1)
     store_rows(io.dv, out, others, dv, params.tile.E, params, tile, CONSUMER)
-    if ds_bytes(shared) < 2 * ROWS * (D + E):
-        wait_for_outlet()
+    is_tight: gl.constexpr = ds_bytes(shared) < 2 * ROWS * (D + E)
     dk = scaled(dk, params.sizes.scale * p_descale(io.q.dtype))
-    out = outlet(shared, io.dk, False, CONSUMER)
-    others = outlet(shared, io.dk, False, 0), outlet(shared, io.dk, False, 1)
-    store_rows(io.dk, out, others, dk, params.tile.D, params, tile, CONSUMER)
+    if params.tile.DK_IN_KEYS:
+        if kv_count > 0:
+            BOXES: gl.constexpr = [params.tile.K_STAGES * CONSUMERS] + io.dk.block_type.shape
+            boxes = reinterpret(shared.k, io.dk.dtype, BOXES, io.dk.layout)
+            first = stage_of(kv_count - 1, params.tile.K_STAGES).index * CONSUMERS
+            others = boxes.index(first), boxes.index(first + 1)
+            out = boxes.index(first + CONSUMER)
+            store_rows(io.dk, out, others, dk, params.tile.D, params, tile, CONSUMER)
+        else:
+            store_dk(io, shared, dk, params, tile, is_tight, CONSUMER)
+    else:
+        store_dk(io, shared, dk, params, tile, is_tight, CONSUMER)
 
 
 @gluon.jit
@@ -157,18 +177,28 @@ def store_gradient(
 
 
 @gluon.jit
-def send_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER):
-    """Scales and stores dV and dK, or one split's addends of them."""
+def send_partial(io, dk, dv, params, tile, CONSUMER):
+    """Stores one split's addends of dV and dK for the epilogue."""
     E: gl.constexpr = params.tile.E
+    store_partial(dv, 0, E, params, tile, CONSUMER)
+    dk = scaled(dk, params.sizes.scale * p_descale(io.q.dtype))
+    store_partial(dk, E, params.tile.D, params, tile, CONSUMER)
+
+
+@gluon.jit
+def send_gradients(io, shared, dk, dv, params, tile, visit, kv_count, CONSUMER):
+    """Scales and stores dV and dK, or one split's addends of them."""
     dv = scaled(dv, p_descale(io.q.dtype))
     if params.dropout.IS_ON:
         dv = scaled(dv, params.dropout.inverse_keep)
     if params.order.partials is None:
-        store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER)
+        store_gradients(io, shared, dk, dv, params, tile, visit, kv_count, CONSUMER)
+    elif params.order.whole is None:
+        send_partial(io, dk, dv, params, tile, CONSUMER)
+    elif tile.slot < 0:
+        store_gradients(io, shared, dk, dv, params, tile, visit, kv_count, CONSUMER)
     else:
-        store_partial(dv, 0, E, params, tile, CONSUMER)
-        dk = scaled(dk, params.sizes.scale * p_descale(io.q.dtype))
-        store_partial(dk, E, params.tile.D, params, tile, CONSUMER)
+        send_partial(io, dk, dv, params, tile, CONSUMER)
 
 
 @gluon.constexpr_function
@@ -339,7 +369,7 @@ def backward_consumer(
         if alternates(params):
             send_together(io, shared, dk, dv, params, tile, visit, CONSUMER)
         else:
-            send_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER)
+            send_gradients(io, shared, dk, dv, params, tile, visit, kv_count, CONSUMER)
         scheduler_state = scheduler_state.next()
         index = next_index(scheduler, index, scheduler_state)
     wait_for_outlet()

@@ -19,7 +19,8 @@ from heedful.kernels.hopper.sm90.tile_scheduler import TileScheduler, l2_swizzle
 
 class KeyTile(NamedTuple):
     """Keys from `col` on, of one KV head of a sequence (`Seqlens`). accum_row: the sequence's first
-    row in dq_accum. split: which split of its visits."""
+    row in dq_accum. split: which split of its visits. slot: which of the split tiles it is, where
+    only the last ones are split; -1 for a whole one."""
 
     batch: Any
     kv_head: Any
@@ -27,6 +28,7 @@ class KeyTile(NamedTuple):
     seq: Any
     accum_row: Any
     split: Any
+    slot: Any
 
 
 @aggregate
@@ -57,6 +59,9 @@ def accum_begin(batch, start, cu_seqlens, seqlen, BLOCK: gl.constexpr):
 def partial_row(params, tile):
     """A work tile's first row in partials."""
     seqs = params.seqs
+    if params.order.whole is not None:
+        row = tile.split.to(gl.int64) * params.order.partial_rows
+        return row + tile.slot * params.tile.BLOCK_N
     begin = accum_begin(tile.batch, tile.seq.token_k, seqs.cu_k, seqs.seqlen_k, params.tile.BLOCK_N)
     head = tile.split.to(gl.int64) * params.sizes.heads_k + tile.kv_head
     return head * params.order.partial_rows + begin + tile.col
@@ -68,7 +73,9 @@ def work_tiles(params):
     tiles = params.order.tiles
     if params.order.varlen_tiles is not None:
         tiles = gl.load(params.order.varlen_tiles) * params.sizes.heads_k
-    if params.order.partials is not None:
+    if params.order.whole is not None:
+        tiles += (tiles - params.order.whole) * (params.order.splits - 1)
+    elif params.order.partials is not None:
         tiles *= params.order.splits
     return tiles
 
@@ -153,7 +160,14 @@ def key_tile(params, index):
     tiles go from the first, which most causal queries see. With turns, they go from the tile whose
     turn comes first. Splits of a key tile's visits are neighbours, so that they share its keys."""
     split = gl.to_tensor(0)
-    if params.order.partials is not None:
+    slot = gl.to_tensor(-1)
+    if params.order.whole is not None:
+        part = index - params.order.whole
+        if part >= 0:
+            slot = part // params.order.splits
+            split = part - slot * params.order.splits
+            index = params.order.whole + slot
+    elif params.order.partials is not None:
         split = index % params.order.splits
         index //= params.order.splits
     key_blocks = params.order.key_blocks
@@ -208,6 +222,7 @@ def key_tile(params, index):
         ),
         accum_row=row,
         split=split,
+        slot=slot,
     )
 
 
@@ -320,8 +335,11 @@ def visit_range(params, tile, blocks):
     first = gl.to_tensor(0)
     end = (blocks.end - blocks.begin) * heads_in_turn(params)
     if params.order.partials is not None:
-        first = end * tile.split // params.order.splits
-        end = end * (tile.split + 1) // params.order.splits
+        splits = params.order.splits
+        if params.order.whole is not None:
+            splits = gl.where(tile.slot < 0, 1, splits)
+        first = end * tile.split // splits
+        end = end * (tile.split + 1) // splits
     return first, end
 
 
@@ -355,7 +373,12 @@ def query_tile(params, tile, blocks, number):
         count = blocks.end - blocks.begin
         ahead = number // count
         head = tile.kv_head * params.sizes.group + ahead
-        return head, blocks.begin + number - ahead * count
+        place = number - ahead * count
+        if params.tile.ROTATES:
+            # At a time, key tiles visit different query tiles.
+            place += tile.col // params.tile.BLOCK_N * count // params.order.key_blocks
+            place = gl.where(place < count, place, place - count)
+        return head, blocks.begin + place
 
 
 @gluon.jit

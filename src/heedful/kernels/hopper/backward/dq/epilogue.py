@@ -12,6 +12,7 @@ from triton.language.extra import cuda
 from heedful.kernels.args.hopper_backward import (
     BackwardEpilogueIO,
     BackwardEpilogueTile,
+    BackwardTail,
     HopperBackwardSizes,
 )
 from heedful.kernels.args.shared import Sequences
@@ -107,17 +108,70 @@ def key_gradients(
 ):
     """Stores dk and dv of 64 keys of a KV head."""
     COLUMNS: tl.constexpr = tile.BLOCK_D + tile.BLOCK_E
-    token, len_k, stored_k = sequence(b, seqs.cu_k, seqs.used_k, seqs.leftpad_k, seqs.seqlen_k)
-    if row0 >= stored_k:
-        return
     row = h * partial_rows + accum_begin(b, seqs.cu_k, seqs.seqlen_k, tile.BLOCK_N) + row0
     partial = io.partials + row * COLUMNS
     stride = wide(sizes.heads_k) * partial_rows * COLUMNS
+    store_keys(io, seqs, sizes, b, h, row0, partial, splits, stride, tile)
+
+
+@triton.jit
+def store_keys(
+    io: BackwardEpilogueIO,
+    seqs: Sequences,
+    sizes: HopperBackwardSizes,
+    b,
+    h,
+    row0,
+    partial,
+    splits,
+    stride,
+    tile: BackwardEpilogueTile,
+):
+    """Adds up the splits of dv and dk of 64 keys, the first of which are at `partial`, and stores
+    them."""
+    token, len_k, stored_k = sequence(b, seqs.cu_k, seqs.used_k, seqs.leftpad_k, seqs.seqlen_k)
+    if row0 >= stored_k:
+        return
     dv = row_base(io.dv, b, h, token), io.dv.stride_n
     dk = row_base(io.dk, b, h, token), io.dk.stride_n
     store_sums(partial, splits, stride, dv, row0, len_k, stored_k, tile.E, tile.BLOCK_E)
     partial += ROWS * tile.BLOCK_E
     store_sums(partial, splits, stride, dk, row0, len_k, stored_k, tile.D, tile.BLOCK_D)
+
+
+@triton.jit
+def keys_of_tail(tail: BackwardTail, box, BOXES: tl.constexpr):
+    """(KV head of all sequences, first row) of 64 keys, of number `box` among those of the split
+    work tiles. `hopper.sm90.tile_scheduler.l2_swizzle` is the same in the main kernel."""
+    index = tail.whole + box // BOXES
+    per_group = tail.l2_heads * tail.key_blocks
+    group = tl.minimum(index // per_group, tail.l2_groups)
+    place = index - group * per_group
+    first = group * tail.l2_heads
+    width = tl.where(group < tail.l2_groups, tail.l2_heads, tail.heads - first)
+    block = place // width
+    return first + place - block * width, (block * BOXES + box % BOXES) * ROWS
+
+
+@triton.jit
+def tail_gradients(
+    io: BackwardEpilogueIO,
+    seqs: Sequences,
+    sizes: HopperBackwardSizes,
+    box,
+    splits,
+    partial_rows,
+    tail: BackwardTail,
+    tile: BackwardEpilogueTile,
+):
+    """Stores dk and dv of 64 keys of a split work tile, where only the last ones are split."""
+    head, row0 = keys_of_tail(tail, box, tile.BLOCK_N // ROWS)
+    b = wide(head // sizes.heads_k)
+    h = wide(head % sizes.heads_k)
+    COLUMNS: tl.constexpr = tile.BLOCK_D + tile.BLOCK_E
+    partial = io.partials + wide(box) * ROWS * COLUMNS
+    stride = wide(partial_rows) * COLUMNS
+    store_keys(io, seqs, sizes, b, h, row0, partial, splits, stride, tile)
 
 
 @triton.jit
@@ -129,27 +183,33 @@ def backward_epilogue(
     k_blocks,
     splits,
     partial_rows,
+    tail: BackwardTail,
     tile: BackwardEpilogueTile,
 ):
     """Stores dq (B, M, H, D) and, if visits are split, dk (B, N, G, D) and dv (B, N, G, E). Rows
     past the used length become zero.
 
     The grid has, for each sequence, one program for BLOCK_M rows of a query head, q_blocks of the
-    longest sequence; then, with splits, one for 64 keys of a KV head, k_blocks.
+    longest sequence; then, with splits, one for 64 keys of a KV head, k_blocks. With a tail,
+    programs for 64 keys come behind those of all sequences.
     """
     # The launch begins early (KernelCall.programmatic). From here on, the sums are in memory.
     cuda.gdc_wait()
     heads = sizes.heads_k * sizes.group
     of_queries = q_blocks * heads
     programs = of_queries
-    if io.partials is not None:
+    if io.partials is not None and tail.whole is None:
         programs += k_blocks * sizes.heads_k
     # Programs go from the last sums to the first: the sums that were added last are in the L2
     # cache.
     number = tl.num_programs(0) - 1 - tl.program_id(0)
+    if tail.whole is not None and number >= tail.programs:
+        box = number - tail.programs
+        tail_gradients(io, seqs, sizes, box, splits, partial_rows, tail, tile)
+        return
     b = wide(number // programs)
     pid = number % programs
-    if io.partials is not None and pid >= of_queries:
+    if io.partials is not None and tail.whole is None and pid >= of_queries:
         pid -= of_queries
         h = wide(pid // k_blocks)
         row0 = pid % k_blocks * ROWS
