@@ -79,6 +79,7 @@ class Device(Roles):
     ahead: int = 0
     in_order: int = 0
     merge: int = 0
+    thread_order: int = 0
     instead: dict = field(default_factory=dict)
 
     def __post_init__(self):
@@ -111,7 +112,7 @@ class Device(Roles):
                 ROWS=64,
                 AHEAD=self.ahead,
                 IN_ORDER=self.in_order,
-                MERGE=self.merge,
+                MERGE=self.merge + 2 * self.thread_order,
             ),
             scale_log2=Float(1.0),
         )
@@ -216,7 +217,7 @@ class Device(Roles):
         made.segment = (int(segment.b), int(segment.row0), int(segment.start))
         return made
 
-    def finish(self, io, params, segment, acc, m, sums, CONSUMER):
+    def finish(self, io, params, segment, acc, m, sums, CONSUMER, SWAPPED=False):
         key = (int(segment.b), int(segment.row0), CONSUMER)
         assert self.at_work[self.machine.now].segment == (*key[:2], int(segment.start))
         place = (int(segment.start), int(segment.stop), int(segment.partials.count))
@@ -240,6 +241,13 @@ class Device(Roles):
         assert len(self.results[key]) == segment.partials.count, "merges parts that are not there"
         self.merges.setdefault(key, []).extend(range(row, row + M))
         return None, None, None
+
+    def merge_turns(self, io, params, segment, turn, W, P, CONSUMER, SWAPPED, scale):
+        """Rows of a turn are eight apart."""
+        for number in range(turn, turn + W):
+            row = number // 8 * 16 + number % 8
+            self.merged(params, segment, row, 1, P, CONSUMER)
+            self.merged(params, segment, row + 8, 1, P, CONSUMER)
 
     def run(self):
         stand_ins = {
@@ -267,6 +275,8 @@ class Device(Roles):
             "wait_for_partials": self.wait_for_partials,
             "count_to_zero": self.count_to_zero,
             "merged": self.merged,
+            "finish_in_thread_order": self.finish,
+            "merge_turns": self.merge_turns,
             "store_whole": lambda *args: None,
             "_named": self.at_barrier,
         }
@@ -376,6 +386,8 @@ CASES = {name: Device(**facts, seed=0) for name, facts in SHARED.items()} | {
     "merged by all": Device((1500, 0, 1, 127, 128, 129, 600), 4, 0, merge=1),
     "many parts merged by all": Device((3000,), 12, 0, merge=1),
     "given parts merged by all": Device((700, 1, 0, 900), 3, 0, splits=3, merge=1),
+    "merged by all by turns": Device((1500, 0, 129, 600), 4, 0, merge=1, thread_order=1),
+    "many parts merged by turns": Device((3000,), 12, 0, merge=1, thread_order=1),
     "tiles merged by all": Device((900, 130), 4, 0, heads=128, merge=1),
 }
 
