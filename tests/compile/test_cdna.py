@@ -29,9 +29,15 @@ VARIANTS = [
 
 
 def by_default(variants: list[tuple]) -> list:
-    """Those of float16 are those of bfloat16 but for the name of an instruction: slow."""
-    slow = pytest.mark.slow
-    return [pytest.param(v, marks=[slow] if v[2] == "float16" else []) for v in variants]
+    """Those of float16 are those of bfloat16 but for the name of an instruction: slow. Others have
+    each head dim and dtype for each target, with and without the mask in turns."""
+    chosen = [
+        (arch, dim, dtype, (dim == 64) == (ITEM_BITS[dtype] == 8))
+        for arch, dim, dtype, _ in variants
+        if dtype != "float16"
+    ]
+    marks = {v: [] if v in chosen else [pytest.mark.slow] for v in variants}
+    return [pytest.param(v, marks=marks[v]) for v in variants]
 
 
 # The portable kernels take no fp8 queries.

@@ -220,21 +220,27 @@ def test_a_relative_bias_compiles_for_sm_90_without_spills(direction):
     compile_within_limits("sm_90", list(zip(names, calls, strict=True)))
 
 
+# Queries, and facts of the problem.
+INVARIANT: dict[str, tuple[int, dict[str, Any]]] = {
+    "causal": (4096, {"causal": True}),
+    "pages": (1, {"used_k": True, "page_size": 16}),
+}
+
+
 @pytest.mark.oldest_triton
 @pytest.mark.parametrize(
-    "backend, arch", [("portable", "sm_90"), ("portable", "gfx942"), ("hopper", "sm_90")]
+    "kernel, way",
+    in_turns([("hopper", "sm_90"), ("portable", "gfx942"), ("portable", "sm_90")], INVARIANT),
+    ids=str,
 )
-def test_kernels_of_invariant_numerics_fit(backend, arch):
+def test_kernels_of_invariant_numerics_fit(kernel, way):
     """Tiles are one for all options: some need local memory, between parts."""
+    backend, arch = kernel
     device = by_name(arch)
-    calls: tuple[tuple[int, dict[str, Any]], ...] = (
-        (4096, {"causal": True}),
-        (1, {"used_k": True, "page_size": 16}),
-    )
-    for seqlen_q, facts in calls:
-        problem = AttentionProblem.dense(8, seqlen_q, 20000, 32, invariant=True, **facts)
-        for call in program(plan(problem, device, compiling(), backend), "forward").calls:
-            assert compile_now(call, arch).shared_bytes <= device.shared_bytes
+    seqlen_q, facts = INVARIANT[way]
+    problem = AttentionProblem.dense(8, seqlen_q, 20000, 32, invariant=True, **facts)
+    for call in program(plan(problem, device, compiling(), backend), "forward").calls:
+        assert compile_now(call, arch).shared_bytes <= device.shared_bytes
 
 
 def test_a_merge_in_place_of_16_bit_parts_keeps_nothing_in_local_memory():

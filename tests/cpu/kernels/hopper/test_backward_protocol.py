@@ -242,7 +242,7 @@ WAYS = {
 
 @pytest.mark.parametrize(
     "case, seed",
-    in_turns(product(DENSE + PACKED + RANGED + USED, WAYS), range(3), each=2),
+    in_turns(product(DENSE + PACKED + RANGED + USED, WAYS), range(3), each=4),
     ids=str,
 )
 def test_every_tile_is_made_once_and_nobody_waits_for_ever(case, seed):
@@ -253,13 +253,13 @@ def test_every_tile_is_made_once_and_nobody_waits_for_ever(case, seed):
     device.check()
 
 
-@pytest.mark.parametrize("sizes", DENSE[1:4], ids=str)
-@pytest.mark.parametrize("programs, splits", [(99, 1), (3, 1), (3, 3), (99, 5)])
-@pytest.mark.parametrize("block_m", (64, 128))
-@pytest.mark.parametrize("seed", range(2))
-def test_all_heads_visit_with_one_query_tile_after_the_other(
-    sizes, programs, splits, block_m, seed
-):
+@pytest.mark.parametrize(
+    "case, block_m, seed",
+    in_turns(product(DENSE[1:4], [(99, 1), (3, 1), (3, 3), (99, 5)]), (64, 128), range(2)),
+    ids=str,
+)
+def test_all_heads_visit_with_one_query_tile_after_the_other(case, block_m, seed):
+    sizes, (programs, splits) = case
     tile = Tile(block_m, 192 - block_m, heads_innermost=True)
     device = Checked(sizes, min(programs, 14), True, False, seed, splits=splits, tile=tile)
     device.run()
@@ -310,10 +310,13 @@ def test_a_key_tile_is_made_of_the_query_tiles_of_its_list(case, seed):
     device.check()
 
 
-@pytest.mark.parametrize("made", ["backward", "pair"])
-@pytest.mark.parametrize("sizes", (DENSE[0], DENSE[1], DENSE[5], PACKED[0]), ids=str)
-@pytest.mark.parametrize("seed", range(3))
-def test_cotangents_of_far_rows_are_scaled_before_anybody_reads_them(sizes, seed, made):
+@pytest.mark.parametrize(
+    "case, seed",
+    in_turns(product((DENSE[0], DENSE[1], DENSE[5], PACKED[0]), ("backward", "pair")), range(3)),
+    ids=str,
+)
+def test_cotangents_of_far_rows_are_scaled_before_anybody_reads_them(case, seed):
+    sizes, made = case
     if made == "pair":
         device = PairChecked(sizes, 3, True, False, seed, far=True)
     else:
@@ -529,7 +532,7 @@ WAYS_OF_PAIR = [(99, False, 1), (3, True, 1), (3, True, 3)]
 
 @pytest.mark.parametrize(
     "case, seed",
-    in_turns(product(DENSE + PACKED + RANGED[:3] + USED, WAYS_OF_PAIR), range(2)),
+    in_turns(product(DENSE + PACKED + RANGED[:3] + USED, WAYS_OF_PAIR), range(2), each=2),
     ids=str,
 )
 def test_a_pair_makes_every_tile_once_and_nobody_waits_for_ever(case, seed):

@@ -3,6 +3,8 @@
 They run in a process of their own: see `support.runs.interpreted`.
 """
 
+from itertools import product
+
 import pytest
 
 pytest.importorskip("triton")
@@ -15,6 +17,7 @@ from heedful.core.call.operands import Operands
 from heedful.launch.bind import portable_cache
 from heedful.torch.base.arrays import array_spec
 from heedful.torch.eager.cache_update import update_cache
+from support.problems.grids import in_turns
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 from support.runs.interpreter import interpret
 
@@ -62,14 +65,18 @@ def caches(
     return x
 
 
+# Values a scale, and columns of values.
+GROUPS = ((0, 16), (4, 16), (8, 16), (24, 24))
+
+
 @interpreted
-@pytest.mark.parametrize("page_size", (0, 5))
-@pytest.mark.parametrize("shifted", (False, True))
-@pytest.mark.parametrize("group, dim_v", ((0, 16), (4, 16), (8, 16), (24, 24)))
-@pytest.mark.parametrize("storage", STORED)
-def test_stored_values_and_scales_are_those_of_plain_torch(
-    storage, group, dim_v, shifted, page_size
-):
+@pytest.mark.parametrize(
+    "kind, shifted, page_size",
+    in_turns(product(GROUPS, STORED), (False, True), (0, 5)),
+    ids=str,
+)
+def test_stored_values_and_scales_are_those_of_plain_torch(kind, shifted, page_size):
+    (group, dim_v), storage = kind
     how = storage, group, dim_v, shifted, page_size
     x, start = caches(*how), torch.tensor([3, 0, 11]).int()
     k_new, v_new = drawn(BATCH, NEW, HEADS, DIM, seed=3), drawn(BATCH, NEW, HEADS, dim_v, seed=4)

@@ -23,6 +23,7 @@ from heedful.kernels.common.tile_range import key_tiles, masked_count, query_til
 from heedful.kernels.portable.backward.keys import visited_rows
 from heedful.kernels.portable.shared.order import head_of
 from heedful.launch.spec import KernelCall, KernelRef, Pointer, Scalar, absent
+from support.problems.grids import in_turns
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 from support.runs.interpreter import run_call
 
@@ -170,9 +171,9 @@ def wanted(
 
 
 @interpreted
-@pytest.mark.parametrize("kernel", ["visit_keys", "visit_queries"])
-@pytest.mark.parametrize("sides", SIDES, ids=str)
-@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize(
+    "mask, kernel, sides", in_turns(MASKS, ("visit_keys", "visit_queries"), SIDES), ids=str
+)
 def test_each_tile_that_is_seen_is_visited_once_and_masked_where_it_must_be(mask, sides, kernel):
     # Leading keys are looked for whatever else hides them.
     for (len_q, len_k), tree in product(LENGTHS, (False, True)):
