@@ -128,12 +128,14 @@ def made_odd(change, value):
 
 
 def kinds():
+    """Each tensor of each call in each odd way; by default in one of them, which take turns."""
     for make in CALLS:
-        for name in tensors_of(make()):
-            for odd in ODD:
-                is_signed = name not in ("tree_mask",)
-                if odd == "wrapped" or is_signed:
-                    yield pytest.param(make, name, odd, id=f"{make.__name__}-{name}-{odd}")
+        for number, name in enumerate(tensors_of(make())):
+            ways = [odd for odd in ODD if odd == "wrapped" or name != "tree_mask"]
+            for turn, odd in enumerate(ways):
+                marks = [] if turn == number % len(ways) else [pytest.mark.slow]
+                test = f"{make.__name__}-{name}-{odd}"
+                yield pytest.param(make, name, odd, id=test, marks=marks)
 
 
 def copied(given: dict[str, Any]) -> dict[str, Any]:
