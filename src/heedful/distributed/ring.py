@@ -106,6 +106,8 @@ def forward(
             found = torch.empty_like(out[part.rows])
             found_lse = attended(given, more, found)
             merge_into(out, lse, found, found_lse, begin=part.rows.start)
+            # The next part's results take its memory.
+            del found
     return out.to(q.dtype), lse
 
 

@@ -314,8 +314,6 @@ def _latent(name: str, few_rows: Gate, *more: Gate, **facts: Any) -> Variant:
 # A backward holds the first two beside probabilities until dP is there: the derivative of the
 # softcap, and which probabilities were dropped.
 _TAKEN = {"softcap", "dropout", "origins", "block_mask", "key_ranges"}
-# The kernels that take it have not run with it on hardware.
-_UNRUN = frozenset({"origins"})
 # Runs of each sequence's keys, and packed queries in use.
 _USED = frozenset({"seqused", "leftpad_k"})
 
@@ -417,7 +415,6 @@ VARIANTS: tuple[Variant, ...] = (
         *("hopper", "forward", _OF_HOPPER | {"float_out"}, "hopper", "hopper.forward"),
         triton=(3, 6),
         gates=(*_HOPPER_GATES, *gates.OF_THE_HOPPER_FORWARD),
-        unrun=_UNRUN,
     ),
     _on_hopper(
         "hopper",
@@ -503,12 +500,10 @@ VARIANTS: tuple[Variant, ...] = (
         configs=("portable.forward", "portable.scores"),
         program="heedful.launch.bind.portable",
     ),
-    _hopper_backward(
-        *("backward", {*_TAKEN, "deterministic"}, 128, gates.equal_head_dims), unrun=_UNRUN
-    ),
+    _hopper_backward("backward", {*_TAKEN, "deterministic"}, 128, gates.equal_head_dims),
     # Consumers add to dQ themselves, and take no turns. Words of a block mask have no room.
     _hopper_backward("pair", {"key_ranges"}, 192, gates.above_128, gates.values_to_128),
-    _hopper_backward("wide", _TAKEN, 256, gates.above_128, unrun=_UNRUN),
+    _hopper_backward("wide", _TAKEN, 256, gates.above_128),
     _hopper_backward(
         *("halves", {"softcap"}, 512, gates.above_256), framework="torch", unrun=_USED
     ),
