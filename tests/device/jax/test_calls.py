@@ -116,7 +116,7 @@ def test_a_call_over_a_cache_gives_the_bits_of_the_pytorch_path(case):
         np.testing.assert_array_equal(getattr(got, name), array, err_msg=name)
 
 
-# By the decode of wide heads, which JAX's calls do not take by themselves.
+# By the decode of wide heads.
 WIDE_CACHES = variants(
     Case(
         dtype="bfloat16",

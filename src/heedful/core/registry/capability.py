@@ -373,7 +373,7 @@ VARIANTS: tuple[Variant, ...] = (
         *("decode", "wide", _OF_HOPPER_DECODE, "hopper_decode", "hopper_decode.wide_forward"),
         max_dim=512,
         gates=(*_CACHE_GATES, gates.above_256, gates.rows_of_swapped_products),
-        unrun=frozenset({"jax"}),
+        unrun=frozenset(),
         **_STEPS,
     ),
     Variant(
