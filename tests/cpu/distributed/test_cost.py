@@ -8,7 +8,7 @@ import pytest
 from heedful.bench.parallel import DIM, HEADS, HEADS_K, cases
 from heedful.core.base.device import by_name
 from heedful.core.call.spread import CAUSAL, Mask
-from heedful.core.planning.waves import Lengths, Shape, most_scores, tiles
+from heedful.core.planning.waves import Lengths, Shape, most_scores, most_together, tiles
 from heedful.distributed import cost
 from heedful.distributed.layouts import LAYOUTS
 
@@ -59,6 +59,20 @@ def test_work_is_that_of_the_busiest_SM_and_rows_without_queries_take_none():
     chunk = Lengths((4096,), (16384,), (-1, 0))
     mean = sum(4096 * (12288 + 2048 + 64) for _ in range(8)) / 132
     assert most_scores(part, chunk, True) > 1.05 * mean
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_calls_that_fill_each_others_last_tiles_take_the_mean_and_one_tile_at_most(backward):
+    """Groups of one and of seven KV heads of a zigzag chunk, whose work tiles are nearly equal."""
+    queries, keys = 6144, 49152
+    chunk = Lengths((queries,), (keys,), (-1, 0))
+    parts = [Shape(SHAPE.device, (4 * n, n), SHAPE.dims, SHAPE.dtype) for n in (1, 7)]
+    apart = [most_scores(part, chunk, backward) for part in parts]
+    together = most_together(tuple((part, chunk) for part in parts), backward)
+    assert max(apart) < together < 0.99 * sum(apart)
+    mean = HEADS * queries * (keys - queries / 2) / 132
+    longest = 4 * 128 * (queries + 128) if backward else 128 * keys
+    assert mean <= together <= 1.01 * mean + longest
 
 
 def test_rows_that_stay_where_they_are_wait_for_nobody():
