@@ -24,7 +24,7 @@ SEND, COPY, LINK = 225e9, 350e9, 270e9
 # The same between hosts, of whose devices each has a link of 400 Gbit/s: assumed, not measured.
 BETWEEN_HOSTS, PER_HOST = 45e9, 8
 # Streams that calls of a step take in turn where rows are copied.
-LANES = 1
+LANES = 2
 DEVICE = by_name("H200")
 SMS = DEVICE.units
 # A collective's own time, in seconds.
