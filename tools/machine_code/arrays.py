@@ -27,6 +27,8 @@ from machine_code.table import (
 
 def _dropout(row: Row) -> dict[str, Any]:
     kind = row.get("dropout", "none")
+    if kind == "places":
+        return {"dropout_p": 0.1, "origins": 4}
     origin = (0, 0, 0, int(kind == "singles"))
     return {"dropout_p": 0.0 if kind == "none" else 0.1, "dropout_origin": origin}
 
@@ -43,7 +45,7 @@ PORTABLE: Factors = {
     "softcap": (0.0, 8.0),
     "alibi": FLAGS,
     "bias": FLAGS,
-    "dropout": ("none", "quads", "singles"),
+    "dropout": ("none", "quads", "singles", "places"),
     "sink": FLAGS,
     "tree_mask": FLAGS,
     "aligned": (True, False),
@@ -166,7 +168,7 @@ HOPPER: Factors = {
     "softcap": (0.0, 8.0),
     "alibi": FLAGS,
     "bias": ("none", "wide", "narrow", "relative"),
-    "dropout": ("none", "quads"),
+    "dropout": ("none", "quads", "places"),
     "sink": FLAGS,
     "lse": FLAGS,
     "largest": FLAGS,
@@ -184,7 +186,7 @@ _hopper_possible = excluded(
     {**_LISTS, "mask": ("causal-first",)},
     {**_LISTS, "alibi": (True,)},
     {**_LISTS, "bias": ("wide", "narrow", "relative")},
-    {**_LISTS, "dropout": ("quads",)},
+    {**_LISTS, "dropout": ("quads", "places")},
     {"storage": ("paged", "varlen-paged"), "float_out": (True,)},
 )
 _PLAIN: Row = {name: values[0] for name, values in HOPPER.items()}
