@@ -154,8 +154,8 @@ def programs_of_known_parts(
     for longer than partial results cost, which is an eighth of the time. Tiles of a causal mask
     take different times; others are given out in waves.
 
-    Measured in measurements/hopper-forward.md, "What numerics that no call changes cost". It was not
-    timed between one and 1.9 tiles an SM.
+    Measured in measurements/hopper-forward.md, "What numerics that no call changes cost". It was
+    not timed between one and 1.9 tiles an SM.
     """
     if tiles <= 0 or not 1 < parts <= LARGEST_AXIS:
         return 1
