@@ -162,8 +162,6 @@ def _hopper_backward(
 # Speed over a program for each tile: 1.06 at 16 x 1024, 1.02 at 4 x 4096; with a larger last group
 # of heads 1.13 at 1 x 8192, 32/8 causal; packed sequences 1.00 to 1.04, dropout 1.00 to 1.01.
 _DRAWN: dict[str, Any] = {"draws": True, "last_waves": 2, "splits": 0}
-# Heads innermost: 1.01 to 1.06 (causal); the others: 1.01 to 1.06 (full; H200, 2026-11-28).
-_D128_BACKWARD = {"heads_innermost": True, "tail_splits": 0, "dk_in_keys": True, "rotates": True}
 _NO_DQ_GROUP = {"splits": 0, "k_stages": 1, "consumer_regs": 240, "dq_regs": None}
 _HALVES = {**_NO_DQ_GROUP, "dout_stages": 1, "ds_stages": 1, "programs": 2}
 _D64: dict[str, Any] = {
@@ -421,7 +419,9 @@ ROWS: list[ConfigRow] = [
     _hopper_backward(128, (64, 128, 4, 2), where.in_order, _FITS, draws=True, splits=0),
     _hopper_backward(64, (64, 128, 4, 3), where.holds_more, _FITS, dout_stages=3, **_DRAWN),
     _hopper_backward(64, (128, 128, 4, 2), **_DRAWN),
-    _hopper_backward(128, (64, 128, 4, 2), **_DRAWN, **_D128_BACKWARD),
+    # With heads innermost, 1.01 to 1.06 times as fast under a causal mask (H200, 2026-11-27). Tails
+    # in splits, tiles that rotate and dK through keys are by name: a part of their tests has run.
+    _hopper_backward(128, (64, 128, 4, 2), **_DRAWN, heads_innermost=True),
     _hopper_backward(
         192, (64, 128, 4, 2), where.always, _H200_25, "hopper.backward_pair", **_NO_DQ_GROUP
     ),
