@@ -20,8 +20,8 @@ from heedful.core.planning.splits import (
     even_shares,
     programs_of_known_parts,
     programs_of_parts,
+    split_tail,
 )
-from heedful.core.planning.tail_splits import split_tail
 from heedful.core.registry.tiles import (
     CONSUMER_ROWS,
     DIAGONAL_PARTS,

@@ -94,6 +94,20 @@ class ListVisitsIO(NamedTuple):
     heads: Num
 
 
+class BackwardParts(NamedTuple):
+    """splits: parts that the visits of a key tile are split into; each part is a work tile.
+    partials: dV and dK of each split, KV head and 64 keys, in the order of
+    `hopper.backward.dq.sums`. rows: keys of a head in them, where each sequence is rounded up to
+    whole tiles. All three are None if nothing is split. whole: how many work tiles come before the
+    first that is split, where only the last ones are; partials then have these alone, as one head.
+    Else None."""
+
+    splits: Num
+    partials: Out[Ptr]
+    rows: Num
+    whole: Num
+
+
 class HopperBackwardOrder(NamedTuple):
     """Which work tiles there are, and in which order. A work tile is a key tile of a KV head.
 
@@ -102,13 +116,8 @@ class HopperBackwardOrder(NamedTuple):
     many work tiles were fetched; None with one program for each tile. turns: for every query tile
     in dq_accum, how many key tiles have been added to it; None where their order is free.
 
-    splits: parts that the visits of a key tile are split into; each part is a work tile. partials:
-    dV and dK of each split, KV head and 64 keys, in the order of `hopper.backward.dq.sums`.
-    partial_rows: keys of a head in them, where each sequence is rounded up to whole tiles. All
-    three are None if nothing is split. whole: how many work tiles come before the first that is
-    split, where only the last ones are; partials then have these alone, as one head. Else None.
-
-    hulls: of rows with key_ranges; else its fields are None. lists: of a block mask.
+    parts: of work tiles that are split. hulls: of rows with key_ranges; else its fields are None.
+    lists: of a block mask.
     """
 
     tiles: Num
@@ -118,10 +127,7 @@ class HopperBackwardOrder(NamedTuple):
     varlen_tiles: In[Ptr]
     tile_counter: InOut[Ptr]
     turns: InOut[Ptr]
-    splits: Num
-    partials: Out[Ptr]
-    partial_rows: Num
-    whole: Num
+    parts: BackwardParts
     hulls: BackwardHulls
     lists: BackwardLists
 
@@ -129,8 +135,7 @@ class HopperBackwardOrder(NamedTuple):
 class HopperBackwardTile(NamedTuple):
     """A step is BLOCK_M queries x BLOCK_N keys; each consumer has 64 of the keys, or both have the
     same 64. *_STAGES: tiles that shared memory holds, powers of two. D, E: columns of q and k, and
-    of v, in products. DQ_REGS: registers of the dQ warpgroup; None where consumers compute dQ.
-    HEADS_INNERMOST, DK_IN_KEYS, ROTATES: see `HopperBackwardConfig`."""
+    of v, in products. DQ_REGS: registers of the dQ warpgroup; None where consumers compute dQ."""
 
     BLOCK_M: Const
     BLOCK_N: Const
@@ -143,6 +148,11 @@ class HopperBackwardTile(NamedTuple):
     CONSUMER_REGS: Const
     DQ_REGS: Const
     PRODUCER_REGS: Const
+
+
+class HopperBackwardWays(NamedTuple):
+    """In which order query tiles are visited, and where dK leaves: see `HopperBackwardConfig`."""
+
     HEADS_INNERMOST: Const
     DK_IN_KEYS: Const
     ROTATES: Const
@@ -158,6 +168,7 @@ class HopperBackwardParams(NamedTuple):
     dropout: Dropout
     order: HopperBackwardOrder
     tile: HopperBackwardTile
+    ways: HopperBackwardWays
 
 
 class BackwardPrologueIO(NamedTuple):

@@ -22,6 +22,7 @@ from heedful.launch.spec import KernelCall, KernelRef, Pointer, Program, Scalar,
 
 # Warps of prologue and epilogue: their time is that of the bytes, which they read and write once.
 _ROWS_WARPS = 4
+_ORDER = ("tiles", "key_blocks", "l2_heads", "l2_groups")
 _MODULES = {
     "backward_prologue": "backward.prologue",
     "backward": "backward.kernel",
@@ -293,6 +294,17 @@ def _splits(buffers: Buffers) -> dict[str, Scalar | None]:
     return {"splits": Scalar(partials[0]), "partial_rows": Scalar(partials[2])}
 
 
+def _parts(launch: LaunchSizes, buffers: Buffers) -> args.BackwardParts:
+    """The group of work tiles that are split."""
+    found, whole = _splits(buffers), launch.numbers.get("whole")
+    return args.BackwardParts(
+        splits=found["splits"],
+        rows=found["partial_rows"],
+        whole=None if whole is None else Scalar(whole),
+        **_scratch(buffers, "partials"),
+    )
+
+
 def _backward_call(
     problem: AttentionProblem,
     kernel: str,
@@ -329,8 +341,8 @@ def _backward_call(
             order=groups.arrays(
                 args.HopperBackwardOrder,
                 buffers,
-                **{"whole": None} | groups.scalars(**launch.numbers) | _splits(buffers),
-                **_scratch(buffers, "partials"),
+                **groups.scalars(**{name: launch.numbers[name] for name in _ORDER}),
+                parts=_parts(launch, buffers),
                 hulls=_hulls(problem, config, sizes.launches.get("hopper.query_hulls"), buffers),
                 lists=_lists(problem, buffers),
             ),
@@ -342,6 +354,7 @@ def _backward_call(
                 Q_STAGES=config.num_stages,
                 DO_STAGES=config.dout_stages,
             ),
+            ways=groups.constants(args.HopperBackwardWays, config),
         ),
     }
     ref = _kernel(kernel.partition(".")[2], "gluon")

@@ -187,4 +187,4 @@ def test_kernels_of_all_named_peers_are_compiled_beforehand(options):
     # Full, causal and causal in splits of key tiles, drawn and not; lengths and heads are numbers.
     assert len(made) == 6
     assert sum("params.order.tile_counter" in arguments for arguments in made) == 3
-    assert sum("params.order.partials" in arguments for arguments in made) == 2
+    assert sum("params.order.parts.partials" in arguments for arguments in made) == 2

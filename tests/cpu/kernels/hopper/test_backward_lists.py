@@ -162,7 +162,7 @@ def test_a_number_is_the_visit_of_a_list_and_of_each_head_that_has_it(side, own)
         mask=SimpleNamespace(blocks=SimpleNamespace(SIDE=side)),
         tile=SimpleNamespace(BLOCK_N=KEYS),
         sizes=SimpleNamespace(group=Int(group)),
-        order=SimpleNamespace(lists=lists, partials=None),
+        order=SimpleNamespace(lists=lists, parts=SimpleNamespace(partials=None)),
     )
     tile = SimpleNamespace(batch=Int(1), kv_head=Int(3), col=Int(2 * KEYS))
     machine = Numbers(Machine(0), lambda _: 0, 1)

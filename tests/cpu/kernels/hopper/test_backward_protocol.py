@@ -274,7 +274,8 @@ def test_runs_of_whole_visits_end_where_a_query_tile_needs_a_mask(group, col):
     file = {name: host.turned(getattr(tile_file, name)) for name in ("query_tile", "is_masked")}
     full_run = host.turned(mainloop_file.full_run)
     params = SimpleNamespace(
-        tile=SimpleNamespace(HEADS_INNERMOST=True, BLOCK_N=BLOCK_N),
+        tile=SimpleNamespace(BLOCK_N=BLOCK_N),
+        ways=SimpleNamespace(HEADS_INNERMOST=True),
         sizes=SimpleNamespace(group=Int(group)),
         order=SimpleNamespace(key_blocks=Int(4)),
         mask=SimpleNamespace(blocks=SimpleNamespace(SIDE=None)),

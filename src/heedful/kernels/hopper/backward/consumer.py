@@ -131,7 +131,7 @@ def store_gradients(io, shared, dk, dv, params, tile, visit, kv_count, CONSUMER)
     store_rows(io.dv, out, others, dv, params.tile.E, params, tile, CONSUMER)
     is_tight: gl.constexpr = ds_bytes(shared) < 2 * ROWS * (D + E)
     dk = scaled(dk, params.sizes.scale * p_descale(io.q.dtype))
-    if params.tile.DK_IN_KEYS:
+    if params.ways.DK_IN_KEYS:
         if kv_count > 0:
             BOXES: gl.constexpr = [params.tile.K_STAGES * CONSUMERS] + io.dk.block_type.shape
             boxes = reinterpret(shared.k, io.dk.dtype, BOXES, io.dk.layout)
@@ -153,7 +153,7 @@ def store_partial(x_NC, before, COLUMNS: gl.constexpr, params, tile, CONSUMER):
     place = (partial_row(params, tile) + CONSUMER * ROWS) * ALL + before * ROWS
     for part in gl.static_range(len(x_NC)):
         at = place + part * part_columns(COLUMNS, 0) * ROWS
-        store_registers(params.order.partials + at, x_NC[part])
+        store_registers(params.order.parts.partials + at, x_NC[part])
 
 
 @gluon.jit
@@ -170,7 +170,7 @@ def store_gradient(
 ):
     """Stores one gradient of 64 keys, or one split's addend of it. BOX: which 64 keys of the
     tile. before, column: as of `store_partial` and `store_rows`."""
-    if params.order.partials is None:
+    if params.order.parts.partials is None:
         store_rows(desc, memory, (), x_NC, COLUMNS, params, tile, BOX, column)
     else:
         store_partial(x_NC, before, COLUMNS, params, tile, BOX)
@@ -191,9 +191,9 @@ def send_gradients(io, shared, dk, dv, params, tile, visit, kv_count, CONSUMER):
     dv = scaled(dv, p_descale(io.q.dtype))
     if params.dropout.IS_ON:
         dv = scaled(dv, params.dropout.inverse_keep)
-    if params.order.partials is None:
+    if params.order.parts.partials is None:
         store_gradients(io, shared, dk, dv, params, tile, visit, kv_count, CONSUMER)
-    elif params.order.whole is None:
+    elif params.order.parts.whole is None:
         send_partial(io, dk, dv, params, tile, CONSUMER)
     elif tile.slot < 0:
         store_gradients(io, shared, dk, dv, params, tile, visit, kv_count, CONSUMER)

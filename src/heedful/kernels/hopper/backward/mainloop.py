@@ -178,14 +178,14 @@ def step(
 @gluon.jit
 def full_run(params, tile, blocks, number, last):
     """How many of a consumer's visits from this number to the last need no mask."""
-    if params.tile.HEADS_INNERMOST:
+    if params.ways.HEADS_INNERMOST:
         group = params.sizes.group
         turn = number // group
         is_down = walks_down(params, tile)
         block = gl.where(is_down, blocks.end - 1 - turn, blocks.begin + turn)
         left = gl.where(is_down, block - blocks.full_begin + 1, blocks.full_end - block)
         left = left * group - (number - turn * group)
-    elif params.tile.ROTATES:
+    elif params.ways.ROTATES:
         # All visits of a work tile need a mask, or none.
         block = blocks.begin
         left = last - number + 1
@@ -241,7 +241,7 @@ def backward_mainloop(shared, visit, blocks, params, tile, kv_count, CONSUMER):
     queued = visit_probabilities(shared, s_NM, visit, blocks, params, tile, first, CONSUMER, True)
     barrier.wait(shared.v_full.index(0), kv_count & 1)
     wait_for_outlet()
-    if params.tile.DK_IN_KEYS and kv_count > 0:
+    if params.ways.DK_IN_KEYS and kv_count > 0:
         # Their gradient has left the memory of the keys before.
         before = stage_of(kv_count - 1, params.tile.K_STAGES).index
         barrier.arrive_after_mma(shared.k_empty.index(before))
@@ -290,6 +290,6 @@ def backward_mainloop(shared, visit, blocks, params, tile, kv_count, CONSUMER):
     _queued, dk, dv = step(
         shared, made, visit, last, blocks, params, tile, stage, lane, CONSUMER, False, True
     )
-    if not params.tile.DK_IN_KEYS:
+    if not params.ways.DK_IN_KEYS:
         barrier.arrive_after_mma(shared.k_empty.index(k_state.index))
     return dk, dv, visit + 1

@@ -59,12 +59,12 @@ def accum_begin(batch, start, cu_seqlens, seqlen, BLOCK: gl.constexpr):
 def partial_row(params, tile):
     """A work tile's first row in partials."""
     seqs = params.seqs
-    if params.order.whole is not None:
-        row = tile.split.to(gl.int64) * params.order.partial_rows
+    if params.order.parts.whole is not None:
+        row = tile.split.to(gl.int64) * params.order.parts.rows
         return row + tile.slot * params.tile.BLOCK_N
     begin = accum_begin(tile.batch, tile.seq.token_k, seqs.cu_k, seqs.seqlen_k, params.tile.BLOCK_N)
     head = tile.split.to(gl.int64) * params.sizes.heads_k + tile.kv_head
-    return head * params.order.partial_rows + begin + tile.col
+    return head * params.order.parts.rows + begin + tile.col
 
 
 @gluon.jit
@@ -73,10 +73,10 @@ def work_tiles(params):
     tiles = params.order.tiles
     if params.order.varlen_tiles is not None:
         tiles = gl.load(params.order.varlen_tiles) * params.sizes.heads_k
-    if params.order.whole is not None:
-        tiles += (tiles - params.order.whole) * (params.order.splits - 1)
-    elif params.order.partials is not None:
-        tiles *= params.order.splits
+    if params.order.parts.whole is not None:
+        tiles += (tiles - params.order.parts.whole) * (params.order.parts.splits - 1)
+    elif params.order.parts.partials is not None:
+        tiles *= params.order.parts.splits
     return tiles
 
 
@@ -161,15 +161,15 @@ def key_tile(params, index):
     turn comes first. Splits of a key tile's visits are neighbours, so that they share its keys."""
     split = gl.to_tensor(0)
     slot = gl.to_tensor(-1)
-    if params.order.whole is not None:
-        part = index - params.order.whole
+    if params.order.parts.whole is not None:
+        part = index - params.order.parts.whole
         if part >= 0:
-            slot = part // params.order.splits
-            split = part - slot * params.order.splits
-            index = params.order.whole + slot
-    elif params.order.partials is not None:
-        split = index % params.order.splits
-        index //= params.order.splits
+            slot = part // params.order.parts.splits
+            split = part - slot * params.order.parts.splits
+            index = params.order.parts.whole + slot
+    elif params.order.parts.partials is not None:
+        split = index % params.order.parts.splits
+        index //= params.order.parts.splits
     key_blocks = params.order.key_blocks
     heads = params.order.tiles // key_blocks
     batch = gl.to_tensor(0)
@@ -334,9 +334,9 @@ def visit_range(params, tile, blocks):
     or one split of them."""
     first = gl.to_tensor(0)
     end = (blocks.end - blocks.begin) * heads_in_turn(params)
-    if params.order.partials is not None:
-        splits = params.order.splits
-        if params.order.whole is not None:
+    if params.order.parts.partials is not None:
+        splits = params.order.parts.splits
+        if params.order.parts.whole is not None:
             splits = gl.where(tile.slot < 0, 1, splits)
         first = end * tile.split // splits
         end = end * (tile.split + 1) // splits
@@ -346,7 +346,7 @@ def visit_range(params, tile, blocks):
 @gluon.jit
 def is_visited(params, tile, blocks):
     """Whether a work tile has visits."""
-    if params.order.partials is None:
+    if params.order.parts.partials is None:
         return blocks.end > blocks.begin
     else:
         first, end = visit_range(params, tile, blocks)
@@ -362,7 +362,7 @@ def query_tile(params, tile, blocks, number):
         heads = params.order.lists.list_heads
         head = tile.kv_head * params.sizes.group + ahead + entry % heads
         return head, entry // heads
-    elif params.tile.HEADS_INNERMOST:
+    elif params.ways.HEADS_INNERMOST:
         group = params.sizes.group
         turn = number // group
         # At a time, each query head is that of other key tiles.
@@ -374,7 +374,7 @@ def query_tile(params, tile, blocks, number):
         ahead = number // count
         head = tile.kv_head * params.sizes.group + ahead
         place = number - ahead * count
-        if params.tile.ROTATES:
+        if params.ways.ROTATES:
             # At a time, key tiles visit different query tiles.
             place += tile.col // params.tile.BLOCK_N * count // params.order.key_blocks
             place = gl.where(place < count, place, place - count)
