@@ -5,7 +5,7 @@ Rates are those of H200s that NVLink joins. On other machines the times are wron
 hardly changes: it depends on how many bytes are sent while no kernel runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -154,12 +154,22 @@ def _by_groups(
     backward: bool,
 ) -> float:
     """Seconds of all calls; those with keys of others are made for each group of heads."""
-    total, group = 0.0, heads[0] // heads[1]
+    made = _each(calls, heads, dims, size, sizes)
+    return sum(call_time(shape, lengths, backward) for _, shape, lengths in made)
+
+
+def _each(
+    calls: Sequence[Call],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    size: int,
+    sizes: Sequence[int],
+) -> Iterator[tuple[bool, Shape, Lengths]]:
+    """Whether it has local keys alone, shape and lengths of each call of each group of heads."""
+    group = heads[0] // heads[1]
     for call in calls:
         for count in (heads[1],) if call.is_local else sizes:
-            shape = shape_of((count * group, count), dims, size)
-            total += call_time(shape, _lengths(call), backward)
-    return total
+            yield call.is_local, shape_of((count * group, count), dims, size), _lengths(call)
 
 
 def _in_lanes(
@@ -173,12 +183,7 @@ def _in_lanes(
 ) -> float:
     """`_by_groups` of calls that take two streams in turn, local ones first if they hide the
     transfer, else last: only the last call's tiles leave SMs idle."""
-    group, told = heads[0] // heads[1], []
-    for call in calls:
-        for count in (heads[1],) if call.is_local else sizes:
-            shape = shape_of((count * group, count), dims, size)
-            told.append((call.is_local == is_hidden, shape, _lengths(call)))
-    told.sort(key=lambda each: not each[0])
+    told = sorted(_each(calls, heads, dims, size, sizes), key=lambda each: each[0] != is_hidden)
     if not told:
         return 0.0
     each = tuple((shape, lengths) for _, shape, lengths in told)
