@@ -366,6 +366,21 @@ ALL = (
     half,
 )
 
+# Whose kernels are in no group.
+UNLISTED = [
+    AttentionProblem.dense(**facts)
+    for facts in (
+        *dense([(2, 1000)], (8, 8), head_dim=128, alibi=True, needs_grad=True),
+        *dense([(2, 1000)], (8, 8), head_dim=64, dropout_p=0.1, needs_grad=True),
+        *dense([(2, 1000)], (8, 2), head_dim=128, block_mask=128, needs_grad=True),
+        *dense([(1, 300)], (4, 4), head_dim=40, mask=CAUSAL, needs_grad=True),
+        *dense([(2, 1000)], (8, 8), head_dim=96, bias=True, bias_grad=True, needs_grad=True),
+        *packed([(2, 1000)], (8, 8), head_dim=80, softcap=30.0, needs_grad=True),
+        *cached((1, 3), (8, 2), 1, head_dim=128, mask=CAUSAL),
+        *cached((5,), (8, 2), 16, head_dim=64, tree_mask=True),
+    )
+]
+
 
 def entries(names: Iterable[str] | None = None) -> list[Entry]:
     """The problems of some groups, of all by default. Raises ValueError for an unknown one."""

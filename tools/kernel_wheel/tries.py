@@ -4,7 +4,10 @@ pip installs heedful's WHEEL and that of KERNELS, from files, into a new folder.
 that has this folder on its path and no checkout, and the Triton that is installed here:
 
 --keys      the listed problems, planned for that Triton and the wheel, have the variants and
-            kernels that they have with the Triton that compiled the wheel; no GPU
+            kernels that they have with the Triton that compiled the wheel, others those that they
+            have without the wheel; no GPU
+--models    models of transformers as Llama and gpt-oss have them train, prefill and generate, and
+            nothing is compiled; with words after it, jobs whose line has one of them
 --first 9   a first call in so many fresh processes, beside torch alone and SDPA
 --times SRC cases of training and prefill, beside kernels that HEEDFUL_TRITON compiles from SRC;
             in turns, in two processes
@@ -14,15 +17,12 @@ It returns 1 if a bar is missed.
 """
 
 import argparse
-import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -99,48 +99,10 @@ def installed_in(folder: Path, *wheels: Path, beside: list[Path]) -> dict[str, s
     return kept | {"PYTHONPATH": path, "HEEDFUL_CACHE_DIR": str(folder / "no-cache")}
 
 
-def same_keys() -> bool:
-    """In a process with the wheel: if every listed problem is planned as its compiler plans it."""
-    import heedful
-    from heedful.core.base import installed
-    from heedful.core.base.device import by_name
-    from heedful.core.planning.plan import plan
-    from heedful.core.registry.capability import Toolchain
-    from heedful.launch import prebuild
-    from heedful.launch.code import packs, wheels
-    from heedful.launch.code.identity import kernel_key
-    from heedful.launch.program.programs import runnable
-
-    # It would put the checkout first, and heedful's other modules are to be the wheel's.
-    entries = importlib.import_module("problems").entries()
-    assert ROOT not in Path(heedful.__file__).parents, heedful.__file__
-    compiler, wheel = installed.compiler(), wheels.current()
-    assert wheel is not None, "no wheel of kernels is found"
-    here = Toolchain(compiler.numbers if compiler else (), packs=packs.backends("sm_90"))
-    there = Toolchain()
-    told, absent = Counter(), set()
-    for entry in entries:
-        backward = entry.direction == "backward"
-        problem = replace(entry.problem, needs_grad=entry.problem.needs_grad or backward)
-        wanted = plan(problem, by_name("H200"), there)
-        direction = "backward" if backward else "forward"
-
-        def made(chosen, entry=entry):
-            return prebuild.program_of(chosen, entry)
-
-        chosen, program = runnable(plan(problem, by_name("H200"), here), direction, made)
-        keys = [kernel_key(call, "sm_90") for call in made(wanted).calls]
-        equal = keys == [kernel_key(call, "sm_90") for call in program.calls]
-        equal &= chosen.variant_of(direction) == wanted.variant_of(direction)
-        absent |= {key for key in keys if not packs.has(key)}
-        told["problems"] += 1
-        told["equal"] += equal
-        if not equal and told["problems"] - told["equal"] < 10:
-            names = (each.variant_of(direction).label for each in (wanted, chosen))
-            say(f"{entry.direction} {problem.key()}: {' is '.join(names)}")
-    count, words = len(wheel.manifest.digests), compiler.words() if compiler else "no Triton"
-    say(f"{dict(told)} of {count} kernels, {len(absent)} not in the wheel; {words}")
-    return told["equal"] == told["problems"] and not absent
+def inside(env: dict[str, str], what: str, *words: str) -> bool:
+    """What `inside.py` tries in a process with the wheels."""
+    command = (sys.executable, Path(__file__).with_name("inside.py"), what, *words)
+    return not subprocess.run(command, env=env).returncode
 
 
 def first_calls(env: dict[str, str], rounds: int) -> bool:
@@ -199,21 +161,20 @@ def times(env: dict[str, str], source: Path) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("wheels", type=Path, nargs="*")
+    parser.add_argument("wheels", type=Path, nargs=2, metavar="WHEEL")
     parser.add_argument("--keys", action="store_true")
+    parser.add_argument("--models", nargs="*", metavar="WORDS")
     parser.add_argument("--first", type=int, metavar="ROUNDS")
     parser.add_argument("--times", type=Path, metavar="SRC")
     parser.add_argument("--beside", type=Path, nargs="*", default=[])
     given = parser.parse_args()
-    if not given.wheels:
-        sys.exit(not same_keys())
-    if len(given.wheels) != 2:
-        parser.error("the wheels of heedful and of its kernels are wanted")
     with tempfile.TemporaryDirectory(prefix="heedful-kernels-") as folder:
         env = installed_in(Path(folder), *given.wheels, beside=given.beside)
         tries: list[Callable[[], bool]] = []
         if given.keys:
-            tries.append(lambda: not subprocess.run([sys.executable, __file__], env=env).returncode)
+            tries.append(lambda: inside(env, "keys"))
+        if given.models is not None:
+            tries.append(lambda: inside(env, "models", *given.models))
         if given.first:
             tries.append(lambda: first_calls(env, given.first))
         if given.times:

@@ -12,29 +12,14 @@ pytest.importorskip("triton")
 
 import torch
 
-import heedful
 from heedful import explain, flash_attn_func, flash_attn_with_kvcache
 from heedful.core.registry.capability import Toolchain
 from heedful.launch.code import packs, wheels
-from heedful.launch.code.artifact import Artifact
 from heedful.launch.code.identity import kernel_key
-from heedful.launch.code.manifest import Manifest, WheelFacts
 from heedful.launch.program import bound
 from heedful.torch.eager import backends
-from support.artifacts import artifact
+from support.packs import Installed
 from support.runs import standin
-
-
-class Installed(wheels.Wheel):
-    """Its files are read as they are to be."""
-
-    def __init__(self, digests: dict[str, str]):
-        facts = WheelFacts(heedful.__version__, "sm_90", 13)
-        super().__init__("a wheel", Path(), Manifest(digests, {}, facts), facts)
-
-    def read(self, key: str) -> Artifact:
-        return artifact()
-
 
 OLD, NEW = (3, 6), (3, 9)
 
