@@ -11,6 +11,8 @@ that has this folder on its path and no checkout, and the Triton that is install
 --first 9   a first call in so many fresh processes, beside torch alone and SDPA
 --times SRC cases of training and prefill, beside kernels that HEEDFUL_TRITON compiles from SRC;
             in turns, in two processes
+--damaged   a call beside wheels that are cut short, of another heedful, of a newer format or for
+            newer drivers: one warning, and the result is right
 --beside F  a folder of packages that come before those installed here: another Triton
 
 It returns 1 if a bar is missed.
@@ -19,6 +21,7 @@ It returns 1 if a bar is missed.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -81,6 +84,22 @@ for line in sys.stdin:
     end.record()
     end.synchronize()
     print(begin.elapsed_time(end) / 20, flush=True)
+"""
+DAMAGED = """
+import json, warnings, torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    import heedful
+    q, k, v = (torch.randn(1, 1024, h, 128, device="cuda", dtype=torch.bfloat16)
+               for h in (32, 8, 8))
+    out = [heedful.flash_attn_func(q, k, v, causal=True) for _ in range(2)][1]
+across = [t.transpose(1, 2) for t in (q, k, v)]
+theirs = sdpa(*across, is_causal=True, enable_gqa=True).transpose(1, 2)
+exact = sdpa(*(t.double() for t in across), is_causal=True, enable_gqa=True).transpose(1, 2)
+apart = [float((each.double() - exact).norm() / exact.norm()) for each in (out, theirs)]
+words = [str(each.message) for each in said if "kernels" in str(each.message)]
+print(json.dumps({"apart": apart, "said": words, "counters": dict(heedful.counters)}))
 """
 
 
@@ -159,6 +178,60 @@ def times(env: dict[str, str], source: Path) -> bool:
     return worst <= MOST_RATIO
 
 
+def damages() -> dict[str, Callable[[Path], None]]:
+    """What may be wrong with a wheel of kernels, given its folder."""
+
+    def cut(path: Path) -> None:
+        path.write_bytes(path.read_bytes()[:-1])
+
+    def kernels(folder: Path) -> None:
+        for path in folder.glob("*.kernel"):
+            cut(path)
+
+    def told(**facts) -> Callable[[Path], None]:
+        """Other facts of the manifest, or of what it says of a wheel."""
+
+        def change(folder: Path) -> None:
+            path = folder / "manifest.json"
+            manifest = json.loads(path.read_bytes())
+            of = manifest if "format" in facts else manifest["wheel"]
+            of.update(facts)
+            path.write_text(json.dumps(manifest))
+
+        return change
+
+    return {
+        "kernels cut short": kernels,
+        "a manifest cut short": lambda folder: cut(folder / "manifest.json"),
+        "a newer format": told(format=99),
+        "another heedful": told(heedful="99.0"),
+        "newer drivers": told(cuda=99),
+    }
+
+
+def damaged(env: dict[str, str], folder: Path) -> bool:
+    """Calls beside a damaged copy of the wheel of kernels in the folder. At most twice as far from
+    exact results as SDPA's are is right."""
+    good = True
+    for number, (name, damage) in enumerate(damages().items()):
+        site = folder / f"damaged-{number}"
+        for package in folder.glob("heedful_kernels*_sm90"):
+            damage(shutil.copytree(package, site / package.name))
+        path = os.pathsep.join((str(site), env["PYTHONPATH"]))
+        more = {"PYTHONPATH": path, "HEEDFUL_CACHE_DIR": str(folder / "cache")}
+        command = (sys.executable, "-c", DAMAGED)
+        run = subprocess.run(command, env=env | more, capture_output=True, text=True)
+        if run.returncode:
+            say(f"{name}: {run.stderr}")
+            good = False
+            continue
+        told = json.loads(run.stdout)
+        say(f"{name}: {told}")
+        ours, theirs = told["apart"]
+        good &= ours <= 2 * theirs and len(told["said"]) == 1
+    return good
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("wheels", type=Path, nargs=2, metavar="WHEEL")
@@ -166,6 +239,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", metavar="WORDS")
     parser.add_argument("--first", type=int, metavar="ROUNDS")
     parser.add_argument("--times", type=Path, metavar="SRC")
+    parser.add_argument("--damaged", action="store_true")
     parser.add_argument("--beside", type=Path, nargs="*", default=[])
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="heedful-kernels-") as folder:
@@ -179,6 +253,8 @@ def main() -> None:
             tries.append(lambda: first_calls(env, given.first))
         if given.times:
             tries.append(lambda: times(env, given.times))
+        if given.damaged:
+            tries.append(lambda: damaged(env, Path(folder)))
         sys.exit(not all([attempt() for attempt in tries]))
 
 

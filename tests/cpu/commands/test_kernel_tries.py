@@ -1,6 +1,7 @@
 """What tries the wheels of kernels finds what they lack, and what is slower than it may be."""
 
 import importlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -189,6 +190,45 @@ def test_kernels_of_the_wheel_are_held_to_the_times_of_those_compiled(slower, go
     assert tries.times({"SLOWER": slower}, Path("/src")) is good
 
 
+# By what the wheel's folder has: a call that finds a fault warns of it.
+CALLED = """
+import json, os
+site, after = os.environ["PYTHONPATH"].split(":")
+folder = site + "/heedful_kernels_sm90/"
+said = []
+try:
+    manifest = json.load(open(folder + "manifest.json"))
+    if manifest != {"format": 3, "wheel": {"heedful": "1.0", "cuda": 13}}:
+        said = ["kernels are not used"]
+    elif open(folder + "one.kernel").read() != "code":
+        said = ["kernels are not used"] * %s
+except ValueError:
+    said = ["kernels are not used"]
+print(json.dumps({"apart": [%s, 0.5], "said": said, "counters": {}}))
+"""
+
+
+@pytest.mark.parametrize(("times", "apart", "good"), [(1, 1, 1), (0, 1, 0), (2, 1, 0), (1, 1.1, 0)])
+def test_a_call_beside_a_damaged_wheel_warns_once_and_is_right(
+    times, apart, good, monkeypatch, tmp_path, capsys
+):
+    folder = tmp_path / "heedful_kernels_sm90"
+    folder.mkdir()
+    (folder / "one.kernel").write_text("code")
+    facts = {"format": 3, "wheel": {"heedful": "1.0", "cuda": 13}}
+    (folder / "manifest.json").write_text(json.dumps(facts))
+    monkeypatch.setattr(tries, "DAMAGED", CALLED % (times, apart))
+    assert tries.damaged({"PYTHONPATH": str(tmp_path)}, tmp_path) is bool(good)
+    assert len(capsys.readouterr().out.splitlines()) == len(tries.damages()) == 5
+    assert json.loads((folder / "manifest.json").read_text()) == facts
+
+
+def test_a_call_that_fails_beside_a_damaged_wheel_is_told(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(tries, "DAMAGED", "raise OSError('it raised')")
+    assert not tries.damaged({"PYTHONPATH": str(tmp_path)}, tmp_path)
+    assert "it raised" in capsys.readouterr().out
+
+
 def test_wheels_are_tried_with_no_checkout_and_no_settings(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(subprocess, "run", lambda command, check: asked.append(command))
@@ -207,6 +247,7 @@ def test_wheels_are_tried_with_no_checkout_and_no_settings(monkeypatch, tmp_path
     [
         (["--keys"], "", 0),
         (["--keys", "--first", "3"], "first 3", 1),
+        (["--damaged"], "damaged", 1),
         (["--models", "a b", "--keys", "--first", "2", "--times", "src"], "models a b", 1),
     ],
 )
@@ -220,11 +261,12 @@ def test_what_is_asked_is_tried_and_a_missed_bar_is_told(options, missed, status
     monkeypatch.setattr(tries, "installed_in", lambda *_, **__: {})
     monkeypatch.setattr(tries, "inside", lambda env, *what: attempt(" ".join(what)))
     monkeypatch.setattr(tries, "first_calls", lambda env, rounds: attempt(f"first {rounds}"))
+    monkeypatch.setattr(tries, "damaged", lambda env, folder: attempt("damaged"))
     monkeypatch.setattr(tries, "times", lambda env, source: attempt(f"times {source}"))
     monkeypatch.setattr(sys, "argv", ["tries.py", "a.whl", "b.whl", *options])
     with pytest.raises(SystemExit) as ended:
         tries.main()
     assert bool(ended.value.code) == bool(status)
-    tried = {"--keys": "keys", "--models": "models", "--first": "first", "--times": "times"}
-    wanted = [tried[word] for word in tried if word in options]
+    every = ("keys", "models", "first", "times", "damaged")
+    wanted = [name for name in every if f"--{name}" in options]
     assert [name.split()[0] for name in ran] == wanted
