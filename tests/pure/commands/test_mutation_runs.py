@@ -184,6 +184,33 @@ def test_a_map_is_the_same_from_its_file(tmp_path):
     assert loaded.stale(tree) == []
 
 
+def test_a_test_that_its_tracer_makes_slow_is_in_the_map_with_its_usual_time(tmp_path):
+    """The golden table of plans takes 5 s, 43 with a tracer: too slow a test to notice anything."""
+    tree, file = tmp_path / "tree", "tests/pure/test_a.py"
+    written(tree, src__a_py="a = 1\n", tests__pure__test_a_py="")
+
+    class Traces:
+        def run(self, tree, tests, seconds, trace=None):
+            if trace is None:
+                assert tests != [f"{file}::quick"]
+                return {"code": int(tests == [f"{file}::fails"]), "seconds": 4.0}
+            traced = {"slow": 43.0, "quick": 0.5, "fails": 29.0}
+            entries = {
+                f"{file}::{name}": {"seconds": taken, "lines": {"src/a.py": [1]}}
+                for name, taken in traced.items()
+            }
+            trace.write_text(json.dumps({"tests": entries, "failed": []}))
+            return {"code": 0}
+
+    made = Map(tmp_path / "map")
+    made.make(Traces(), "plain", file, tree, 1.0)
+    assert {test.id.split("::")[1]: test.seconds for test in made.tests(tree)} == {
+        "slow": 4.0,
+        "quick": 0.5,
+        "fails": 29.0,
+    }
+
+
 def test_a_file_that_is_no_map_is_refused_and_nothing_of_it_kept(tmp_path):
     outside = tmp_path / "other.tar"
     (tmp_path / "evil").write_text("")
