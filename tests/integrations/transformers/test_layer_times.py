@@ -1,0 +1,43 @@
+"""The bench of attention layers: each layer gives what the call beside it gives, and the table's
+figures are those of its rounds."""
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+
+from heedful.bench import layers
+
+CPU = torch.device("cpu")
+
+
+def test_a_layer_gives_what_the_call_beside_it_gives():
+    calls = layers.Host(1, CPU).tensors
+    assert len(calls) == 6
+    for name, (layer,) in calls.items():
+        if name.startswith(layers.LAYER):
+            (call,) = calls[name.removeprefix(f"{layers.LAYER}: ")]
+            with torch.set_grad_enabled("gradients" in name):
+                out, weights = layer()
+                assert out.requires_grad == ("gradients" in name)
+                # A layer's tensors are draws of their own.
+                assert out.shape == call().shape
+                assert weights is None
+
+
+def test_lines_have_the_least_and_the_median_and_both_over_the_call(monkeypatch):
+    taken = iter([float(n * n) for n in range(1, 100)])
+    monkeypatch.setattr(layers.timing, "host_us", lambda calls, wait, queued: next(taken))
+    trial = layers.Host(1, CPU)
+    monkeypatch.setattr(layers, "Host", lambda sets, device: trial)
+    monkeypatch.setattr(trial, "enter_all", lambda: None)
+    times = {"a": [5.0, 3.0, 9.0], "layer: a": [8.0, 9.0, 20.0]}
+    monkeypatch.setattr(trial, "times", lambda rounds: times)
+    head, *lines = layers.table(CPU, 1, 3)
+    assert head.split() == ["least", "over", "median", "over"]
+    assert [line.split()[-4:] for line in lines] == [
+        ["3.0", "0.0", "5.0", "0.0"],
+        ["8.0", "5.0", "9.0", "6.0"],
+    ]
