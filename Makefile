@@ -25,7 +25,7 @@ HEAP := --max-semi-space-size=128
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test jax-calls collect oldest-triton set-up-oldest-triton test-compilers test-integrations test-transformers test-slow test-gpu test-random test-mutation memcheck lint format demo bench ab docs wheels kernels test-install site hub workflows clean
+.PHONY: help set-up test jax-calls oldest-triton test-compilers test-integrations test-transformers test-slow test-gpu test-random test-mutation memcheck lint format demo bench ab docs wheels kernels test-install site hub workflows clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,13 +36,12 @@ $(VENV)/.ready: pyproject.toml tools/set-up.sh
 	tools/set-up.sh $(VENV) $(PYTHON)
 	@touch $@
 
-# The set-ups, the type checker and JAX's tests take a core each: two side by side, then all workers.
-# The second core has time to collect the tests once, which compiles what their workers import.
+# What takes one core side by side, so that none waits: .venv is made beside JAX's environment and its
+# tests, and the oldest Triton compiles beside the type checker. Then all workers test.
 test: ## lint, types and the default tests (what CI runs)
-	@tools/ticks.sh "lint, JAX's calls" \
-		$(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),-Otarget) \
-		lint $(if $(VENV),jax-calls set-up-oldest-triton) collect
-	$(if $(VENV),@tools/ticks.sh "the oldest Triton" $(MAKE) --no-print-directory oldest-triton)
+	@tools/ticks.sh "set-ups, lint, JAX's calls, the oldest Triton" \
+		$(MAKE) --no-print-directory -j3 $(if $(filter output-sync,$(.FEATURES)),-Otarget) \
+		lint $(if $(VENV),oldest-triton jax-calls)
 	@echo "the default tests: they are collected first, which takes a while"
 	$(if $(ARGS),,TRITON_INTERPRET=1 $(RUN) pytest -n $(WORKERS) --dist worksteal $(INTERPRETED))
 	$(if $(ARGS),,TEST_INTERPRETER_APART=1) $(RUN) pytest -n $(WORKERS) --dist worksteal $(ARGS)
@@ -50,14 +49,8 @@ test: ## lint, types and the default tests (what CI runs)
 oldest-triton: $(READY) ## compile kernels with the oldest Triton that is supported
 	tools/oldest_triton.sh $(VENV) -n $(WORKERS) --dist worksteal
 
-set-up-oldest-triton: $(READY)
-	tools/oldest_triton.sh $(VENV) set-up
-
 test-compilers: $(READY) ## tests/compile and the emulator's through workers of each Triton (ARGS=)
 	tools/compilers.sh $(VENV) -n $(WORKERS) --dist worksteal $(ARGS)
-
-collect: $(READY)
-	@$(RUN) pytest --collect-only -q | tail -n 2
 
 jax-calls:
 	tools/jax_calls.sh $(VENV)-jax

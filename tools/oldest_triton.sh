@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Compiles kernels with the oldest Triton that is supported: oldest_triton.sh VENV [set-up | ARGS]
+# Compiles kernels with the oldest Triton that is supported: oldest_triton.sh VENV [ARGS for pytest]
 #
-# Its wheel lies beside VENV, whose other packages serve it. set-up: only that. ARGS: for pytest.
+# Its wheel lies beside VENV, whose other packages serve it.
 set -euo pipefail
 venv=$1; shift
 cd "$(dirname "$0")/.."
@@ -20,6 +20,5 @@ print(*re.findall(r"^triton>=([\d.]+)", "\n".join(wanted), re.M))')
     --target "$folder" "triton==$version"
   touch "$folder/.ready"
 fi
-[ "${1:-}" != set-up ] || exit 0
 say "$(PYTHONPATH=$folder "$venv/bin/python" -c 'import triton; print(triton.__version__)')"
 PYTHONPATH=$folder:src "$venv/bin/python" -m pytest -m oldest_triton tests/compile "$@"

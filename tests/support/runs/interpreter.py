@@ -65,7 +65,7 @@ def run_call(call: KernelCall, arrays: Mapping[str, Any]) -> None:
 
     kernel = getattr(import_module(call.kernel.module), call.kernel.function)
     values = {name: map_leaves(name, x, value_of) for name, x in call.parameters.items()}
-    with _one_launch, _patched_once():
+    with _one_launch, _patched_once(), _types_made_once():
         kernel[call.grid](**values)
 
 
@@ -121,6 +121,71 @@ def _patched_once() -> Iterator[None]:
         cuda.gdc_wait, cuda.gdc_launch_dependents = waits
         builder.options = options
         del vars(builder)["create_inline_asm"]
+
+
+@contextmanager
+def _types_made_once() -> Iterator[None]:
+    """The interpreter makes types and shapes anew for each operation, and compares them element by
+    element, which takes half of a launch's time. Within this, block types of one element type and
+    shape share their attributes, tensors of one shape share that, and operands of one type or shape
+    are neither cast nor broadcast."""
+    from triton.language import core, semantic
+
+    block, tensor, dtype = core.block_type, core.tensor, core.dtype
+    made_block, made_tensor, equal = block.__init__, tensor.__init__, dtype.__eq__
+    of_semantic = semantic.TritonSemantic
+    broadcast, cast = of_semantic.broadcast_impl_value, of_semantic.cast
+    shapes: dict[tuple, Any] = {}
+    blocks: dict[tuple, dict[str, Any]] = {}
+    tensors: dict[int, tuple] = {}
+    plain: list[Any] = []
+
+    def make_block(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([s.value if type(s) is core.constexpr else s for s in shape])
+        known = blocks.get((id(element_ty), sizes))
+        if known is None:
+            made_block(self, element_ty, shape)
+            # The same object for all element types: a shape is recognised by `is`.
+            self.shape = shapes.setdefault(sizes, self.shape)
+            # It holds the element type, whose number stays its own.
+            blocks[id(element_ty), sizes] = dict(vars(self))
+        else:
+            vars(self).update(known)
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        shape = type.shape if type.is_block() else plain
+        known = tensors.get(id(shape))
+        if known is None:
+            made_tensor(self, handle, type)
+            tensors[id(shape)] = (shape, self.numel, self.shape)
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            _, self.numel, self.shape = known
+
+    def is_equal(self: Any, other: Any) -> bool:
+        return True if self is other else equal(self, other)
+
+    def broadcast_unlike(self: Any, lhs: Any, rhs: Any) -> Any:
+        one, other = lhs.type, rhs.type
+        if one.is_block():
+            if other.is_block() and one.shape is other.shape:
+                return lhs, rhs
+        elif not other.is_block():
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    def cast_unlike(self: Any, input: Any, dst_ty: Any, *rounding: Any, **more: Any) -> Any:
+        if input.dtype is dst_ty.scalar:
+            return input
+        return cast(self, input, dst_ty, *rounding, **more)
+
+    block.__init__, tensor.__init__, dtype.__eq__ = make_block, make_tensor, is_equal
+    of_semantic.broadcast_impl_value, of_semantic.cast = broadcast_unlike, cast_unlike
+    try:
+        yield
+    finally:
+        block.__init__, tensor.__init__, dtype.__eq__ = made_block, made_tensor, equal
+        of_semantic.broadcast_impl_value, of_semantic.cast = broadcast, cast
 
 
 @cache

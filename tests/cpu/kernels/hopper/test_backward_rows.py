@@ -73,14 +73,10 @@ def call_of(made: Program, function: str) -> Program:
 def in_registers(product: torch.Tensor) -> torch.Tensor:
     """64 rows as a warpgroup's threads store them: each thread in turn four of its numbers of a
     product, thread after thread."""
-    of_threads = []
-    for thread in range(128):
-        row = thread // 32 * 16 + thread % 32 // 4
-        column = torch.arange(product.shape[1] // 8)[:, None] * 8 + thread % 4 * 2
-        first = product[row, column + torch.arange(2)]
-        second = product[row + 8, column + torch.arange(2)]
-        of_threads.append(torch.cat((first, second), 1))
-    return torch.stack(of_threads, 1).flatten()
+    thread = torch.arange(128)[:, None]
+    rows = thread // 32 * 16 + thread % 32 // 4 + torch.tensor([0, 0, 8, 8])
+    columns = torch.arange(0, product.shape[1], 8)[:, None, None] + thread % 4 * 2
+    return product[rows, columns + torch.tensor([0, 1, 0, 1])].flatten()
 
 
 def shares(rows: torch.Tensor, block_m: int) -> torch.Tensor:
