@@ -170,9 +170,9 @@ def test_a_first_call_is_held_to_its_time_and_meets_no_compiler(
 
 
 def test_a_first_call_that_warns_of_the_wheel_ends_the_try(monkeypatch):
-    words = "import warnings; warnings.warn('kernels are not used', RuntimeWarning)"
+    words = "import warnings; warnings.warn('others'); warnings.warn('kernels of the installed')"
     monkeypatch.setattr(tries, "FIRST", words)
-    with pytest.raises(SystemExit, match=r"torch: [\s\S]*kernels are not used"):
+    with pytest.raises(SystemExit, match=r"torch: [\s\S]*Warning: kernels of the installed"):
         tries.first_calls({}, 1)
 
 
@@ -199,11 +199,11 @@ said = []
 try:
     manifest = json.load(open(folder + "manifest.json"))
     if manifest != {"format": 3, "wheel": {"heedful": "1.0", "cuda": 13}}:
-        said = ["kernels are not used"]
+        said = ["kernels of the installed wheel"]
     elif open(folder + "one.kernel").read() != "code":
-        said = ["kernels are not used"] * %s
+        said = ["kernels of the installed wheel"] * %s
 except ValueError:
-    said = ["kernels are not used"]
+    said = ["kernels of the installed wheel"]
 print(json.dumps({"apart": [%s, 0.5], "said": said, "counters": {}}))
 """
 
