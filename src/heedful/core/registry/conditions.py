@@ -1,14 +1,26 @@
 """The conditions under which rows of configs.py apply to a problem."""
 
+from collections.abc import Callable, Sequence
+
 from heedful.core.base.symbols import opaque
 from heedful.core.call.problem import ITEM_BITS, LATENT_ROWS, MAX_HEAD_DIM_V, AttentionProblem
 
+H200_SMS = 132
 # The SMs of an H200, and the least SMs per row tile for which all programs merge.
-MLA_SMS, MLA_LEAST_SMS = 132, 6
+MLA_SMS, MLA_LEAST_SMS = H200_SMS, 6
 # The same for tiles of up to 32 rows.
 MLA_SWAP_LEAST_SMS = 8
 # The same for tiles of 64 rows over keys of 8 bits.
 MLA_PAIR_LEAST_SMS = 4
+
+
+def all_of(when: Sequence[Callable[[AttentionProblem], bool]]):
+    """A condition: whether all of `when` accept the problem."""
+
+    def fits(problem: AttentionProblem) -> bool:
+        return all(accepts(problem) for accepts in when)
+
+    return fits
 
 
 def float32(problem: AttentionProblem) -> bool:
@@ -138,6 +150,16 @@ def invariant_in_order(problem: AttentionProblem) -> bool:
 
 def holds_more_in_order(problem: AttentionProblem) -> bool:
     return holds_more(problem) and in_order(problem)
+
+
+def short_walks(problem: AttentionProblem) -> bool:
+    """Whether few query tiles visit a key tile: by a window, or under a causal mask, where a KV
+    head has fewer than 4096 rows of queries, or an H200 has an SM for each key tile, so that visits
+    are split. Where dK leaves through the memory of its keys, those of the next tile but one wait
+    for it (measurements/hopper-backward.md, "D128 with tails in splits, by default")."""
+    rows = problem.seqlen_q * problem.group
+    tiles = problem.batch * problem.heads_k * -(-problem.seqlen_k // 128)
+    return problem.is_masked and (problem.mask.left >= 0 or rows < 4096 or tiles <= H200_SMS)
 
 
 def masked(problem: AttentionProblem) -> bool:

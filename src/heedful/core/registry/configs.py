@@ -3,7 +3,7 @@ applies is taken, so special cases stand above general ones. Its config is then 
 problem, so that a plan holds all that the code depends on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from heedful.core.base.device import DeviceSpec
@@ -42,6 +42,7 @@ _H200 = "H200, 2026-11-20, Triton 3.6: fastest without spills of those tried"
 _H200_25 = "H200, 2026-11-25, Triton 3.9: fastest of those tried"
 _H200_26 = "H200, 2026-11-26, Triton 3.9: fastest of those tried"
 _H200_27 = "H200, 2026-11-27, Triton 3.9: fastest of those tried"
+_H200_28 = "H200, 2026-11-28, Triton 3.9: fastest of those tried"
 _H200_LISTS = "H200, 2026-11-27, Triton 3.9: the only one timed"
 _NO_SPILLS = "sm_90, Triton 3.9: largest tried that compiles without spills; not timed"
 _NO_SPILLS_EITHER = "sm_80 and sm_90, Triton 3.9: compiles without spills; not timed"
@@ -162,6 +163,9 @@ def _hopper_backward(
 # Speed over a program for each tile: 1.06 at 16 x 1024, 1.02 at 4 x 4096; with a larger last group
 # of heads 1.13 at 1 x 8192, 32/8 causal; packed sequences 1.00 to 1.04, dropout 1.00 to 1.01.
 _DRAWN: dict[str, Any] = {"draws": True, "last_waves": 2, "splits": 0}
+# Heads innermost: 1.01 to 1.06 (causal); the others 1.01 to 1.05 (full; H200, 2026-11-28).
+_D128_BACKWARD = {**_DRAWN, "heads_innermost": True, "tail_splits": 0, "rotates": True}
+_DK_IN_KEYS = {**_D128_BACKWARD, "dk_in_keys": True}
 _NO_DQ_GROUP = {"splits": 0, "k_stages": 1, "consumer_regs": 240, "dq_regs": None}
 _HALVES = {**_NO_DQ_GROUP, "dout_stages": 1, "ds_stages": 1, "programs": 2}
 _D64: dict[str, Any] = {
@@ -281,7 +285,7 @@ def _mla(options: dict[str, Any], *when: Callable[[AttentionProblem], bool]) -> 
     timed = _H200_26 if config.query_boxes else _H200_25
     measured = _LEAST_SPILLS if where.small_pages in when else timed
     units = where.MLA_SMS // where.MLA_PAIR_LEAST_SMS if config.merge else 0
-    return ConfigRow("mla.forward", ("sm_90",), 576, config, measured, _all_of(when), units)
+    return ConfigRow("mla.forward", ("sm_90",), 576, config, measured, where.all_of(when), units)
 
 
 def _mla_swap_ab(
@@ -291,7 +295,7 @@ def _mla_swap_ab(
     config = tiles.MlaSwapConfig(rows, 64, 4, 2, programs=1, **options)
     units = where.MLA_SMS // where.MLA_SWAP_LEAST_SMS if config.merge else 0
     kernel = "mla_swap_ab.forward"
-    return ConfigRow(kernel, ("sm_90",), 576, config, _H200_26, _all_of(when), units)
+    return ConfigRow(kernel, ("sm_90",), 576, config, _H200_26, where.all_of(when), units)
 
 
 def _mla_converting(
@@ -302,7 +306,7 @@ def _mla_converting(
     units = where.MLA_SMS // where.MLA_SWAP_LEAST_SMS if config.merge else 0
     kernel = "mla_converting.forward"
     measured = _H200_27 if config.merge or rows == 16 else _FITS
-    return ConfigRow(kernel, ("sm_90",), 576, config, measured, _all_of(when), units)
+    return ConfigRow(kernel, ("sm_90",), 576, config, measured, where.all_of(when), units)
 
 
 def _mla_converting_pair(
@@ -315,16 +319,7 @@ def _mla_converting_pair(
     )
     units = where.MLA_SMS // sms if sms else 0
     kernel = "mla_converting_pair.forward"
-    return ConfigRow(kernel, ("sm_90",), 576, config, measured, _all_of(when), units)
-
-
-def _all_of(when: Sequence[Callable[[AttentionProblem], bool]]):
-    """A condition: whether all of `when` accept the problem."""
-
-    def fits(problem: AttentionProblem) -> bool:
-        return all(accepts(problem) for accepts in when)
-
-    return fits
+    return ConfigRow(kernel, ("sm_90",), 576, config, measured, where.all_of(when), units)
 
 
 # Keys and values that are converted. The producer's warps and those that convert have as many
@@ -419,9 +414,8 @@ ROWS: list[ConfigRow] = [
     _hopper_backward(128, (64, 128, 4, 2), where.in_order, _FITS, draws=True, splits=0),
     _hopper_backward(64, (64, 128, 4, 3), where.holds_more, _FITS, dout_stages=3, **_DRAWN),
     _hopper_backward(64, (128, 128, 4, 2), **_DRAWN),
-    # With heads innermost, 1.01 to 1.06 times as fast under a causal mask (H200, 2026-11-27). Tails
-    # in splits, tiles that rotate and dK through keys are by name: a part of their tests has run.
-    _hopper_backward(128, (64, 128, 4, 2), **_DRAWN, heads_innermost=True),
+    _hopper_backward(128, (64, 128, 4, 2), where.short_walks, _H200_28, **_D128_BACKWARD),
+    _hopper_backward(128, (64, 128, 4, 2), where.always, _H200_28, **_DK_IN_KEYS),
     _hopper_backward(
         192, (64, 128, 4, 2), where.always, _H200_25, "hopper.backward_pair", **_NO_DQ_GROUP
     ),

@@ -20,6 +20,7 @@ from heedful.core.planning.splits import (
     choose_tail_splits,
 )
 from heedful.core.registry.by_hand import forced
+from heedful.core.registry.tiles import HopperBackwardConfig
 from heedful.launch.prebuild import compiling
 
 MEASURED = Path(__file__).parents[4] / "measurements/hopper-backward/028-splits.csv"
@@ -127,8 +128,7 @@ def test_work_tiles_that_are_left_have_splits_of_their_own_where_that_takes_less
     # None are left, or all.
     assert choose_tail_splits(1320, 64, 132) == choose_tail_splits(130, 64, 132) == 1
     wanted = problem("4 x 4096", "16/16", "128", "full")
-    by_name = forced("hopper+tail_splits=0+dk_in_keys=1+rotates=1")
-    found = sizes(wanted, by_name)
+    found = sizes(wanted)
     assert found.launches["hopper.backward"].numbers["whole"] == 15 * 132
     assert found.launches["hopper.backward"].numbers["splits"] == 3
     (partials,) = (w.buffer.shape for w in found.workspaces if w.name == "partials")
@@ -137,8 +137,32 @@ def test_work_tiles_that_are_left_have_splits_of_their_own_where_that_takes_less
     assert epilogue.grid[0] == 4 * 64 * 16 + 68 * 2
     for others in (("causal", "16/16"), ("full", "2/2")):
         mask, heads = others
-        masked = sizes(problem("4 x 4096", heads, "128", mask), by_name)
+        masked = sizes(problem("4 x 4096", heads, "128", mask))
         assert "whole" not in masked.launches["hopper.backward"].numbers
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "mask", "leaves"),
+    [
+        ("16 x 1024", "16/16", "full", True),
+        ("16 x 1024", "16/16", "causal", False),
+        ("1 x 4095", "16/16", "causal", False),
+        ("1 x 4096", "16/16", "causal", True),
+        ("1 x 8192", "8/2", "full", True),
+        ("1 x 8192", "8/2", "causal", False),
+        ("1 x 8192", "12/3", "causal", True),
+        ("2 x 2048", "16/8", "causal", True),
+        ("1 x 4096", "16/16", "window", False),
+    ],
+)
+def test_dk_leaves_through_keys_that_many_query_tiles_visit(lengths, heads, mask, leaves):
+    wanted = problem(lengths, heads, "128", "full" if mask == "window" else mask)
+    if mask == "window":
+        wanted = replace(wanted, mask=MaskSpec.of(True, (512, 0)))
+    config = plan(wanted, DEVICE, compiling(), "hopper").configs["hopper.backward"]
+    assert isinstance(config, HopperBackwardConfig)
+    assert config.dk_in_keys is leaves
+    assert config.rotates is (mask == "full")
 
 
 def test_a_window_is_no_triangle_and_packed_sequences_are_one():

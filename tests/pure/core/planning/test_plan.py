@@ -442,7 +442,8 @@ def test_options_that_are_chosen_by_hand_are_in_the_plan_and_said_to_be_chosen()
     chosen = plan(TRAINING, by_name("H200"), backend=forced("hopper+draws=1+last_waves=2"))
     assert chosen.backend == chosen.backward == "hopper"
     words = explain(chosen)
-    assert "draws=True last_waves=2 splits=0 heads_innermost=True (chosen by hand)" in words
+    said = "draws=True last_waves=2 splits=0 heads_innermost=True tail_splits=0 dk_in_keys=True"
+    assert f"{said} (chosen by hand)" in words
     assert "hopper.backward: 132 programs" in words
     # Stored otherwise, as a backward finds its cotangents, it is the same.
     again = stored_as(chosen, even_rows=False)

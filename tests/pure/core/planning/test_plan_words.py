@@ -47,7 +47,8 @@ def test_a_split_training_call_is_explained():
         "tiles     hopper.forward: 64 x 128, 4 warps, 2 stages pack_gqa=True (sm_90, Triton 3.9:"
         " fewest spills of those compiled; others not timed)",
         "tiles     hopper.backward: 64 x 128, 4 warps, 2 stages draws=True last_waves=2 splits=0"
-        " (H200, 2026-11-23, Triton 3.9: fastest of those tried)",
+        " tail_splits=0 dk_in_keys=True rotates=True (H200, 2026-11-28, Triton 3.9: fastest of"
+        " those tried)",
         "scheduler static",
         "grid      hopper.forward: 32 programs, row_blocks=1, tiles=8, l2_heads=1, l2_groups=7",
         "scratch   partial_out 655360, partial_lse 5120, partial_rest 5120 bytes",
