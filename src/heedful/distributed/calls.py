@@ -6,10 +6,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, are_deterministic_algorithms_enabled, is_grad_enabled
 
-from heedful.core.call.operands import Gradients
+from heedful.core.base import settings
+from heedful.core.call.arguments import Options
+from heedful.core.call.numerics import is_invariant, margin_of, with_numerics
+from heedful.core.call.operands import Gradients, Operands
+from heedful.distributed import cost
 from heedful.torch import attention_backward, flash_attn_func, flash_attn_varlen_func
+from heedful.torch.base.dispatch import any_autocast, is_bare, needs_dispatcher
+from heedful.torch.eager.calls import bound
+from heedful.torch.operands.plain import plain_window
 
 
 def placed(part: Any, offset: int) -> dict[str, Any]:
@@ -28,6 +35,100 @@ def attended(given: Sequence[Tensor], more: dict[str, Any], out: Tensor) -> Tens
         packed: Any = given
         return flash_attn_varlen_func(*packed, **more, out=out, return_lse=True)[1]
     return flash_attn_func(*_dense(given), **more, out=_dense([out])[0], return_lse=True)[1][0]
+
+
+def leaves(backend: str | None) -> int:
+    """How many SMs a call by this backend may leave to kernels of a step that run beside it."""
+    if hasattr(backend, "options") or is_invariant(backend):
+        return 0
+    return margin_of(backend) or cost.LEFT
+
+
+def with_margin(backend: str | None, left: int) -> str | None:
+    """The backend of a call that leaves SMs to others."""
+    return backend if margin_of(backend) else with_numerics(backend, None, left)
+
+
+class _Epoch:
+    """A number that changes with the settings, on which bound calls depend."""
+
+    def __init__(self):
+        self.number = 0
+
+    def clear(self) -> None:
+        self.number += 1
+
+
+EPOCH = settings.forgotten(_Epoch())
+
+
+def lies(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
+    """What bound calls on rows of q, k and v depend on; None where calls are not bound: under
+    autocast, a transform or a tracer, with operands beside q, k and v, and in memory of odd
+    addresses."""
+    places = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    more = options["sink"] is options["alibi_slopes"] is None and not options["dropout_p"]
+    if not more or places & 15 or any_autocast() or needs_dispatcher(q, k, v):
+        return None
+    if not (is_bare(q) and is_bare(k) and is_bare(v)):
+        return None
+    strict = options["deterministic"] or are_deterministic_algorithms_enabled()
+    told = options["softmax_scale"], options["softcap"], strict, options["backend"]
+    strides = q.stride(), k.stride(), v.stride()
+    return EPOCH.number, is_grad_enabled(), q.dtype, q.shape, k.shape, v.shape, strides, told
+
+
+class Bound:
+    """`attended` on rows that lie as others did, from addresses: in a third of the host's time."""
+
+    __slots__ = ("_dense", "_offsets", "_rest", "_run")
+
+    def __init__(self, run: Any, offsets: Sequence[int], rest: Sequence[int], is_dense: bool):
+        """offsets: of the call's q, k, v and out from where those of `__call__` begin. rest:
+        addresses of operands between v and out. is_dense: of one sequence."""
+        self._run, self._offsets, self._rest = run, tuple(offsets), rest
+        self._dense = is_dense
+
+    @classmethod
+    def of(
+        cls, given: Sequence[Tensor], more: dict[str, Any], out: Tensor, bases: Sequence[int]
+    ) -> "Bound | None":
+        """Of the arguments of `attended`, which has run with them; None if the call cannot be
+        bound. bases: where q, k, v and out of all rows begin; 0 for memory that lasts."""
+        packed = "cu_seqlens_q" in more
+        options = Options(
+            kind="varlen" if packed else "dense",
+            max_seqlen_q=more.get("max_seqlen_q"),
+            max_seqlen_k=more.get("max_seqlen_k"),
+            dropout_p=more["dropout_p"],
+            softmax_scale=more["softmax_scale"],
+            window_size=plain_window(more["window_size"]),
+            softcap=more["softcap"],
+            deterministic=more["deterministic"] or are_deterministic_algorithms_enabled(),
+            return_lse=True,
+            backend=more["backend"],
+        )
+        (q, k, v), into, x = given, out, None
+        cumulative = [more[name] for name in ("cu_seqlens_q", "cu_seqlens_k") if packed]
+        if packed:
+            x = Operands(q, k, v, cu_seqlens_q=cumulative[0], cu_seqlens_k=cumulative[1])
+        else:
+            q, k, v, into = _dense((q, k, v, out))
+        found = bound(q, k, v, x, options, into)
+        if found is None:
+            return None
+        run, pick = found
+        addresses = [each.data_ptr() for each in (*given, out)]
+        offsets = [a - base for a, base in zip(addresses, bases, strict=True)]
+        names = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cumulative, strict=False))
+        placed = Operands(*addresses[:3], **{name: x.data_ptr() for name, x in names.items()})
+        return cls(run, offsets, [*pick(placed)][3:], not packed)
+
+    def __call__(self, q: int, k: int, v: int, out: int) -> Tensor:
+        """lse. q, k, v, out: where those of all rows begin."""
+        a, b, c, d = self._offsets
+        lse = self._run([q + a, k + b, v + c, *self._rest, out + d])[0]
+        return lse[0] if self._dense else lse
 
 
 def differentiated(

@@ -25,6 +25,9 @@ SEND, COPY, LINK = 225e9, 350e9, 270e9
 BETWEEN_HOSTS, PER_HOST = 45e9, 8
 # Streams that calls of a step take in turn where rows are copied.
 LANES = 2
+# SMs that a forward of local keys leaves to kernels with which ranks meet, where it hides the
+# copies. Bytes/s that one of them packs: assumed.
+LEFT, PACK = 2, 40e9
 DEVICE = by_name("H200")
 SMS = DEVICE.units
 # A collective's own time, in seconds.
@@ -62,6 +65,13 @@ def head_groups(
         return [heads[1]], is_hidden
     ends = [first] * (not is_hidden), [last] * (last > 0)
     return [*ends[0], heads[1] - sum(ends[0]) - sum(ends[1]), *ends[1]], is_hidden
+
+
+def packs_little(needs: Schedule, heads: tuple[int, int], dims: tuple[int, int], size: int) -> bool:
+    """Whether the SMs that local calls leave pack own rows in a part of their time."""
+    rows = sum(held.stop - held.start for held, _ in needs.own)
+    seconds = rows * heads[1] * sum(dims) * size / (LEFT * PACK)
+    return 4 * seconds <= compute(needs.fewest[0], heads[0], dims)
 
 
 @dataclass(frozen=True)

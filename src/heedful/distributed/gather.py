@@ -14,8 +14,19 @@ import torch
 from torch import Tensor
 
 from heedful.distributed import cost, peers
-from heedful.distributed.calls import Lanes, attended, differentiated, part_of, placed
-from heedful.distributed.exchange import Exchange, copy, head_start, side_by_side, words_of
+from heedful.distributed.calls import (
+    EPOCH,
+    Bound,
+    Lanes,
+    attended,
+    differentiated,
+    leaves,
+    lies,
+    part_of,
+    placed,
+    with_margin,
+)
+from heedful.distributed.exchange import Exchange, copy, head_start, side_by_side
 from heedful.distributed.plan import ContextPlan, OnDevice
 from heedful.distributed.schedules import Call
 
@@ -71,15 +82,14 @@ Rows = tuple[Tensor, Tensor, Tensor]
 
 
 class Keys:
-    """k and v of one group of heads, on their way: a head's k and v lie side by side. words: k and
-    v, both as wide words if they can be; shared: where other ranks read them, None if they are
-    sent; channel: of its ranks' meetings, a number from 1."""
+    """k and v of one group of heads, on their way: a head's k and v lie side by side. shared: where
+    other ranks read them, None if they are sent; channel: of its ranks' meetings, a number from
+    1."""
 
     def __init__(
         self,
         k: Tensor,
         v: Tensor,
-        words: tuple[Tensor, Tensor],
         group: Group,
         made: ContextPlan,
         on: OnDevice,
@@ -93,9 +103,9 @@ class Keys:
         self.rows = k.new_empty((on.schedule.count, *self._shape)) if part is None else part.rows
         if part is None:
             for rows, place in on.schedule.own:
-                side_by_side([x[rows, group.keys] for x in words], self.rows[place])
+                side_by_side([x[rows, group.keys] for x in (k, v)], self.rows[place])
         else:
-            part.pack(*words)
+            part.pack(k, v)
         self._exchange: Any = None
 
     def begin(self, after: Any) -> None:
@@ -178,14 +188,19 @@ def _add(totals: tuple[Tensor, Tensor], parts: list[Any], is_local: bool) -> Non
             copy(total, terms[0])
 
 
-def _arguments(options: dict[str, Any], on: OnDevice, index: int, group: Group) -> dict[str, Any]:
-    """The arguments of one call on one group of heads, but for tensors with rows."""
+def _arguments(
+    options: dict[str, Any], on: OnDevice, index: int, group: Group, left: int = 0
+) -> dict[str, Any]:
+    """The arguments of one call on one group of heads, but for tensors with rows. left: SMs that it
+    leaves to others."""
     slopes, drops = options.get("alibi_slopes") is not None, bool(options.get("dropout_p"))
     key = index, group.queries.start, slopes, drops
     fixed = on.kept.get(key)
     if fixed is None:
         fixed = on.kept[key] = _fixed(on, index, group, slopes and on.one_by_one, drops)
     made = options | fixed
+    if left:
+        made["backend"] = with_margin(made["backend"], left)
     for name in ("sink", "alibi_slopes"):
         if made.get(name) is not None:
             made[name] = made[name][group.queries]
@@ -212,32 +227,48 @@ def _fixed(on: OnDevice, index: int, group: Group, is_placed: bool, drops: bool)
 class Part:
     """Calls of a step. group, keys: their heads, and their keys, None if these are this rank's;
     calls: there may be none, but others wait for gradients all the same; index: by which it has a
-    lane, on which its keys have arrived."""
+    lane, on which its keys have arrived; left: SMs that its calls leave to others."""
 
     group: Group
     keys: Keys | None
     calls: list[int]
     index: int
+    left: int = 0
 
 
 @dataclass(frozen=True)
 class Step:
     """A forward or a backward. shared: where other ranks read k and v, None if they are sent; told,
-    is_hidden: of `groups`."""
+    is_hidden: of `groups`. left: SMs that local calls may leave to kernels with which ranks meet;
+    is_little: whether own rows can be packed on these."""
 
     made: ContextPlan
     on: OnDevice
     shared: Any
     told: list[Group]
     is_hidden: bool
+    left: int
+    is_little: bool
 
     @classmethod
-    def of(cls, rows: Rows, made: ContextPlan, on: OnDevice, backward: bool) -> "Step":
-        shared, told = None, ([], True)
-        if on.schedule.most_received:
-            shared = peers.shared_rows(made.peers, on, *rows[1:])
-            told = groups(*rows, on, backward, shared is not None)
-        return cls(made, on, shared, *told)
+    def of(
+        cls, rows: Rows, made: ContextPlan, on: OnDevice, backward: bool, backend: str | None
+    ) -> "Step":
+        q, k, v = rows
+        # Where rows are sent, a captured step has other groups.
+        is_captured = made.peers is None and q.is_cuda and torch.cuda.is_current_stream_capturing()
+        facts = q.shape, k.shape, v.shape, q.dtype, backward, is_captured, backend, EPOCH.number
+        found = on.kept.get(facts)
+        if found is None:
+            shared, told, is_little = None, ([], True), True
+            if on.schedule.most_received:
+                shared = peers.shared_rows(made.peers, on, k, v)
+                told = groups(q, k, v, on, backward, shared is not None)
+                heads, dims = (q.shape[1], k.shape[1]), (k.shape[-1], v.shape[-1])
+                is_little = cost.packs_little(on.schedule, heads, dims, k.itemsize)
+            left = 0 if backward or shared is None else leaves(backend)
+            found = on.kept[facts] = cls(made, on, shared, *told, left, is_little)
+        return found
 
     def lanes(self, like: Tensor) -> Lanes:
         """Streams for its calls, which begin after what the current one has now. Tensors that both
@@ -253,19 +284,25 @@ class Step:
         count = sum(call.is_local for call in calls)
         local = [(Group(slice(0, k.shape[1]), slice(0, q.shape[1])), None, [*range(count)])]
         local = local[: count > 0]
-        # Local calls of a backward that hide the copies begin before ranks have met: its other
-        # kernels leave SMs idle. Where rows are sent, transfers need SMs before a kernel has all.
-        comes_first = lanes.count > 1 and backward
+        keys, after = [], None
+        # Local calls that hide the copies begin before ranks have met, if ranks can meet beside
+        # them: other kernels of a backward leave SMs idle, and a forward is told to. Where rows are
+        # sent, transfers need SMs before a kernel has all.
+        left = self.left if lanes.count > 1 else 0
+        comes_first = lanes.count > 1 and (backward or left > 0)
         if self.is_hidden and (comes_first or not self.told):
+            if left and not self.is_little:
+                # On so few SMs this would take too long.
+                keys = self._packed(k, v)
             lanes.begin(lanes.mark())
             for part in local:
-                yield Part(*part, index)
+                yield Part(*part, index, left)
                 index += 1
             local = []
-        keys, after = [], None
         if self.told:
             with lanes.on(index):
-                keys, after = self._packed(k, v)
+                keys = keys or self._packed(k, v)
+                after = None if self.shared is None else self.shared.peers.ready(0)
                 lanes.begin(after)
                 if self.shared is None or backward:
                     for found in keys:
@@ -287,25 +324,22 @@ class Step:
             yield Part(group, found, indices, index)
             index += 1
 
-    def _packed(self, k: Tensor, v: Tensor) -> tuple[list[Keys], Any]:
-        """Keys of all groups, where others get them; and the event of all ranks having done so,
-        None if they are sent."""
-        shared = self.shared
-        if shared is not None:
-            shared.peers.begin()
-        words = words_of(k), words_of(v)
-        words = words if words[0].dtype == words[1].dtype else (k, v)
-        told = self.made, self.on, shared
-        keys = [Keys(k, v, words, group, *told, i) for i, group in enumerate(self.told, 1)]
-        return keys, None if shared is None else shared.peers.ready(0)
+    def _packed(self, k: Tensor, v: Tensor) -> list[Keys]:
+        """Keys of all groups, where others get them once ranks have met."""
+        if self.shared is not None:
+            self.shared.peers.begin()
+        told = self.made, self.on, self.shared
+        return [Keys(k, v, group, *told, i) for i, group in enumerate(self.told, 1)]
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, made: ContextPlan, on: OnDevice, options: dict[str, Any]
 ) -> tuple[Tensor, list[Tensor]]:
     """out of this rank's queries, and by call their lse, (heads, rows)."""
-    step = Step.of((q, k, v), made, on, backward=False)
+    step = Step.of((q, k, v), made, on, False, options["backend"])
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
+    facts, kept = lies(q, k, v, options), on.kept
+    bases = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
     lses: list[Any] = [None] * len(on.schedule.calls)
     for index, call in enumerate(on.schedule.calls):
         if len(step.told) > 1 and not call.is_local:
@@ -314,12 +348,24 @@ def forward(
     lanes = step.lanes(q)
     for part in step.parts((q, k, v), lanes):
         heads = part.group.queries
+        # Gathered rows lie where they lay in the step before.
+        begin = bases if part.keys is None else (bases[0], 0, 0, bases[3])
+        lasts = part.keys is None or step.shared is not None
         for index in part.calls:
-            call = on.schedule.calls[index]
-            given = part_of(q, call.rows, heads), *_keys_of(call, part, k, v)
-            more: dict[str, Any] = _arguments(options, on, index, part.group)
+            call, key = on.schedule.calls[index], (facts, index, heads.start, part.left)
+            known = kept.get(key) if facts is not None and lasts else None
             with lanes.on(part.index):
-                found = attended(given, more, part_of(out, call.rows, heads))
+                if known.__class__ is Bound:
+                    found = known(*begin)
+                else:
+                    given = part_of(q, call.rows, heads), *_keys_of(call, part, k, v)
+                    more = _arguments(options, on, index, part.group, part.left)
+                    into = part_of(out, call.rows, heads)
+                    found = attended(given, more, into)
+                    if facts is not None and lasts:
+                        # Most plans' calls come again: they are bound the second time.
+                        again = Bound.of(given, more, into, begin) if key in kept else None
+                        kept[key] = again
                 if (lse := lses[index]) is None:
                     lses[index] = lanes.keep(found, part.index)
                 else:
@@ -354,7 +400,7 @@ def backward(
     `forward` returned of lse."""
     q, k, v, out, *lses = saved
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    step = Step.of((q, k, v), made, on, backward=True)
+    step = Step.of((q, k, v), made, on, True, options["backend"])
     lanes = step.lanes(q)
     dsinks: list[tuple[slice, Tensor]] = []
     sent: list[Part] = []

@@ -9,12 +9,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from heedful.distributed.exchange import side_by_side, words_of
 from heedful.distributed.schedules import Schedule
+from heedful.torch.base.device import device_spec
+from heedful.torch.eager.execute import copy_on
+from heedful.torch.eager.slots import slot_writer
 
 # By group and device. They live as long as the process: graphs have their addresses.
 _KNOWN: dict[tuple[Any, torch.device], list[Any]] = {}
@@ -30,8 +34,9 @@ class SharedPart:
 
     def __init__(self, shared: "SharedRows", rank: int, heads: slice):
         schedule, back = shared.schedule, shared.schedule.back
-        self._heads = heads
+        self._heads, self._shared = heads, shared
         self._views: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self._writers: dict[tuple[Any, ...], Any] = {}
         self.rows, self.gradients = shared.keys(rank, heads), shared.gradients(rank, heads)
         self.own = [(rows, words_of(self.rows[place])) for rows, place in schedule.own]
         self.keys, self.taken = [], []
@@ -58,8 +63,21 @@ class SharedPart:
         return views
 
     def pack(self, k: Tensor, v: Tensor) -> None:
-        """Writes this rank's k and v, both as wide words or neither, where others read them."""
+        """Writes this rank's k and v where others read them. On a GPU one launch writes all."""
         heads = self._heads
+        if device_spec(k.device).vendor != "cpu" and k.stride(-1) == v.stride(-1) == 1:
+            lies = k.shape, k.stride(), v.stride(), (k.data_ptr() | v.data_ptr()) % 16
+            write = self._writers.get(lies)
+            parts = [k, v] if k.shape[1] == heads.stop - heads.start else [k[:, heads], v[:, heads]]
+            if write is None:
+                places = self._shared.slots(k.device)
+                dims = k.shape[-1], v.shape[-1]
+                caches = (x[None] for x in self.rows.split(dims, -1))
+                write = self._writers[lies] = slot_writer(*parts, *caches, places)
+            write(*parts)
+            return
+        words = words_of(k), words_of(v)
+        k, v = words if words[0].dtype == words[1].dtype else (k, v)
         for rows, place in self.own:
             parts = [k[rows, heads], v[rows, heads]]
             if place.dtype == k.dtype:
@@ -76,6 +94,7 @@ class SharedRows:
         self.peers, self.schedule, self._dim, self._dtype = peers, schedule, dim, dtype
         self._begin = heads * _room(schedule.counts) * dim * dtype.itemsize
         self._parts: dict[tuple[int, int, int], SharedPart] = {}
+        self._slots: Tensor | None = None
 
     @staticmethod
     def bytes_of(schedule: Schedule, heads: int, dim: int, size: int) -> int:
@@ -95,6 +114,17 @@ class SharedRows:
     def gradients(self, rank: int, heads: slice) -> Tensor:
         """(rows, heads, dim) of a rank."""
         return self._rows(rank, heads, self.schedule.back.counts, self._begin)
+
+    def slots(self, device: torch.device) -> Tensor:
+        """int32 (rows of this rank,): where each lies among the gathered ones, -1 for those that
+        nobody else needs."""
+        if self._slots is None:
+            own = self.schedule.own
+            slots = np.full(max((rows.stop for rows, _ in own), default=0), -1, np.int32)
+            for rows, place in own:
+                slots[rows] = np.arange(place.start, place.stop)
+            self._slots = torch.from_numpy(slots).to(device)
+        return self._slots
 
     def part(self, rank: int, heads: slice) -> SharedPart:
         """The views of these heads, made once: the memory lasts."""
@@ -173,12 +203,11 @@ class Peers:
         """Begins to copy another rank's contiguous rows, second of a pair, into the first, after an
         event."""
         stream = self._streams[not of_keys]
-        with torch.cuda.stream(stream):
-            stream.wait_event(after)
-            for into, rows in pairs:
-                into.copy_(rows, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(stream)
+        stream.wait_event(after)
+        for into, rows in pairs:
+            copy_on(stream, into, rows)
+        event = torch.cuda.Event()
+        event.record(stream)
         return Copies(event)
 
 

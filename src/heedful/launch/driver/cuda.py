@@ -6,7 +6,7 @@ Calls hold the GIL (PyDLL): each takes about a microsecond and none waits for th
 import ctypes
 import os
 import struct
-from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint32, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache
 
 from heedful.launch.code.artifact import TENSOR_MAP_ALIGN, TENSOR_MAP_BYTES, Artifact, map_words
@@ -301,6 +301,26 @@ class Slot:
             check(code)
 
 
+def copy(into: int, rows: int, size: int, stream: int, device: int) -> None:
+    """Begins to copy so many bytes from one address to another, which may be other devices' memory,
+    on a raw stream of the device, which is current."""
+    code = _copy(into, rows, size, stream)
+    if code == INVALID_CONTEXT:
+        enter(device)
+        code = _copy(into, rows, size, stream)
+    if code:
+        check(code)
+
+
+def _bind_copy(*arguments) -> int:
+    """Binds cuMemcpyDtoDAsync on first use, as `_bind_launch`."""
+    global _copy
+    bound = _library().cuMemcpyDtoDAsync_v2
+    bound.argtypes = [c_uint64, c_uint64, c_size_t, c_void_p]
+    _copy = bound
+    return _copy(*arguments)
+
+
 def _bind_launch(*arguments) -> int:
     """Binds cuLaunchKernelEx on first use; later calls go straight to it."""
     global _launch
@@ -322,7 +342,7 @@ def _bind_replace(*arguments) -> int:
     return _replace(*arguments)
 
 
-_launch, _encode, _replace = _bind_launch, _bind_encode, _bind_replace
+_launch, _encode, _replace, _copy = _bind_launch, _bind_encode, _bind_replace, _bind_copy
 # Packs the grid, with which Config begins.
 _pack_grid = struct.Struct("<3I").pack_into
 
@@ -330,9 +350,10 @@ _pack_grid = struct.Struct("<3I").pack_into
 def _after_fork() -> None:
     """Forgets the driver: the one that the parent used does not work in a child, where some calls
     fail and some may not return."""
-    global _forked, _launch, _encode, _replace
+    global _forked, _launch, _encode, _replace, _copy
     if _library.cache_info().currsize:
-        _forked, _launch, _encode, _replace = True, _bind_launch, _bind_encode, _bind_replace
+        _forked, _copy = True, _bind_copy
+        _launch, _encode, _replace = _bind_launch, _bind_encode, _bind_replace
         _library.cache_clear()
 
 

@@ -421,6 +421,17 @@ def _find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[_Fo
         return (None, None), None
 
 
+def bound(q, k, v, x: Operands | None, options: Options, out) -> Any:
+    """Of a call that was made before: a function that runs it on addresses, and one that picks
+    these from Operands; those of `out` follow. None if it is no program on a GPU, or changes its
+    operands first. The arguments are those of `attend`; the function is good for tensors that lie
+    as these do, until settings change."""
+    (call, _), _ = _find(q, k, v, x, options, out, None)
+    if call is None or call.run_on is None:
+        return None
+    return call.runner.into(out), call.runner.pick
+
+
 def make(key, x: Operands, options: Options, grad: Grads, out=None, seed=None, base=None) -> Call:
     """Checks, plans and binds a call, and keeps it if it has a key. base: the key in `LATEST`; None
     if such calls have none."""

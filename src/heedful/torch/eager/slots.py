@@ -2,6 +2,7 @@
 a slot is page_size * page + row of the page.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -60,6 +61,19 @@ def append_slots(
         return on_own_thread(_plainly, *arguments)
     run = APPENDS.of(tensor_keys(arguments), partial(_on_device, *arguments))
     run([*map(address_of, [tensor for tensor in arguments if tensor is not None])])
+
+
+def slot_writer(*like: Tensor) -> Callable[[Tensor, Tensor], None]:
+    """A function of k and v alone that is `append_slots` of such k and v into these caches and
+    slots, which lie on a GPU; compiles when it is made. like: k, v, k_cache, v_cache, slots; k and
+    v of each call lie as these do."""
+    run = _on_device(*like, None, None)
+    caches = [*map(address_of, like[2:])]
+
+    def write(k: Tensor, v: Tensor) -> None:
+        run([k.data_ptr(), v.data_ptr(), *caches])
+
+    return write
 
 
 def _plainly(k, v, k_cache, v_cache, slots, k_descale, v_descale) -> None:
