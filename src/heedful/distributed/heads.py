@@ -52,35 +52,43 @@ def to_heads(parts: Sequence[tuple[Tensor, Spans]], made: ring.Ranks) -> list[Te
     return [part.unflatten(1, (-1, x.shape[-1])) for part, (x, _) in arrived]
 
 
-def from_heads(every: Tensor, widths: Sequence[int], made: ring.Ranks) -> list[Tensor]:
-    """All rows of the batch, of what this rank has for each -> this rank's rows, by the rank that
-    has them. every: contiguous (total_tokens, width); widths: of every rank."""
+# Some of this rank's rows, and of every rank what it has of these.
+Run = tuple[slice, list[Tensor]]
+
+
+def from_heads(every: Tensor, widths: Sequence[int], made: ring.Ranks) -> list[Run]:
+    """All rows of the batch, of what this rank has for each -> this rank's rows, of which its own
+    columns are views. every: contiguous (total_tokens, width); widths: of every rank."""
     places = made.places
-    found = [every.new_empty((made.tokens, width)) for width in widths]
+    rows_of = [made.tokens * (rank != made.rank) for rank in range(made.ranks)]
+    sizes = zip(rows_of, widths, strict=True)
+    found = [every.new_empty((rows, width)) for rows, width in sizes]
     sent: list[list[Tensor]] = [[] for _ in places]
     into: list[list[Tensor]] = [[] for _ in places]
     for rank, theirs in enumerate(places):
         if rank != made.rank:
             sent[rank] = [every[place].view(-1) for _, place in theirs]
             into[rank] = [found[rank][rows].view(-1) for rows, _ in places[made.rank]]
-    exchange = Exchange(made.group, sent, into, made.rounds, every.view(-1))
-    for rows, place in places[made.rank]:
-        copy(found[made.rank][rows], every[place])
-    exchange.wait()
-    return found
+    Exchange(made.group, sent, into, made.rounds, every.view(-1)).wait()
+    return [
+        (rows, [every[place] if r == made.rank else part[rows] for r, part in enumerate(found)])
+        for rows, place in places[made.rank]
+    ]
 
 
-def _put_together(parts: list[Tensor], spans: Spans, dim: int) -> Tensor:
-    """(rows, heads, dim) from what every rank has of its heads, (rows, width). Where several ranks
-    have a head, their rows are added in float32."""
-    if len(set(spans)) == len(spans):
-        whole = parts[0].new_empty((len(parts[0]), spans[-1][1] * dim))
-        side_by_side(parts, whole)
-        return whole.unflatten(1, (-1, dim))
-    sums: dict[tuple[int, int], Tensor] = {}
-    for part, span in zip(parts, spans, strict=True):
-        sums[span] = sums[span] + part if span in sums else part.float()
-    return torch.cat(list(sums.values()), dim=1).to(parts[0].dtype).unflatten(1, (-1, dim))
+def _put_together(runs: Sequence[Run], spans: Spans, dim: int, like: Tensor, count: int) -> Tensor:
+    """(count, heads, dim) in the dtype of `like`. Where several ranks have a head, their rows are
+    added in float32."""
+    whole = like.new_empty((count, spans[-1][1] * dim))
+    for rows, parts in runs:
+        if len(set(spans)) == len(spans):
+            side_by_side(parts, whole[rows])
+            continue
+        sums: dict[tuple[int, int], Tensor] = {}
+        for part, span in zip(parts, spans, strict=True):
+            sums[span] = sums[span] + part if span in sums else part.float()
+        whole[rows] = torch.cat(list(sums.values()), dim=1)
+    return whole.unflatten(1, (-1, dim))
 
 
 def _aligned(count: int, size: int) -> int:
@@ -120,8 +128,9 @@ def _call(options: dict[str, Any], made: ContextPlan, device: torch.device) -> d
 
 # out and lse of this rank's heads: attend(q, k, v, out), which writes out and returns lse.
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-# dout, dlse, q, k, v, out, lse -> their gradients, and that of this rank's heads of the sink.
-Differentiate = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
+# dout, dlse, q, k, v, out, lse, where gradients of q, k and v are written -> that of this rank's
+# heads of the sink.
+Differentiate = Callable[..., Tensor | None]
 
 
 def forward(
@@ -152,11 +161,13 @@ def _exchanged(
     lse = attend(q_mine, k_mine, v_mine, out)
     columns.copy_(lse.T)
     widths = [result.width for result in results]
-    found = from_heads(here.rows, widths, made)
-    views = [result.views(rows) for result, rows in zip(results, found, strict=True)]
-    outs = [part.flatten(1) for part, _ in views]
-    every_lse = torch.cat([part for _, part in views], dim=1).T
-    return _put_together(outs, queries, dim), every_lse, (*mine, out, lse)
+    outs, every_lse = [], lse.new_empty((queries[-1][1], made.tokens))
+    for rows, parts in from_heads(here.rows, widths, made):
+        views = [result.views(part) for result, part in zip(results, parts, strict=True)]
+        outs.append((rows, [part.flatten(1) for part, _ in views]))
+        torch.cat([part.T for _, part in views], dim=0, out=every_lse[:, rows])
+    whole = _put_together(outs, queries, dim, q, made.tokens)
+    return whole, every_lse, (*mine, out, lse)
 
 
 def kept(rows: tuple[Tensor, ...], made: ring.Ranks) -> tuple[Tensor, ...]:
@@ -179,9 +190,8 @@ def backward(
     """dq, dk, dv of this rank's rows, and the part of dsink that is this rank's heads'."""
     call = _call(options, made, dout.device)
 
-    def differentiate(dout: Tensor, dlse: Tensor | None, *rows: Any) -> Any:
-        found = attention_backward(dout, *rows, dlse=dlse, **call)
-        return found.dq, found.dk, found.dv, found.dsink
+    def differentiate(dout: Tensor, dlse: Tensor | None, rows: Any, into: Any) -> Any:
+        return attention_backward(dout, *rows, dlse=dlse, **call, into=into).dsink
 
     return _returned(dout, dlse, saved, made, options, differentiate)
 
@@ -199,25 +209,29 @@ def _returned(
         (columns,) = to_heads([(dlse.T[..., None].contiguous(), queries)], made)
         dlse = columns[..., 0].T
     (dout,) = to_heads([(dout, queries)], made)
-    found: Any = differentiate(dout, dlse, *saved)
-    *grads, of_sink = found
+    kinds = [*zip(saved[:3], (queries, keys, keys), strict=True)]
+    # By rank the columns of each gradient, which travel together.
+    sizes = [
+        [(b - a) * x.shape[-1] for (x, _), (a, b) in zip(kinds, spans, strict=True)]
+        for spans in zip(queries, keys, keys, strict=True)
+    ]
+    packed = dout.new_empty((made.total_tokens, sum(sizes[made.rank])))
+    columns = zip(packed.split(sizes[made.rank], 1), kinds, strict=True)
+    into = [part.unflatten(1, (-1, x.shape[-1])) for part, (x, _) in columns]
+    of_sink = differentiate(dout, dlse, saved, into)
+    del dout
     dsink = None
     if options.get("sink") is not None:
         dsink = torch.zeros_like(options["sink"])
         dsink[slice(*queries[made.rank])] = of_sink
-    kinds = [*zip(grads, (queries, keys, keys), strict=True)]
-    # By rank the columns of each gradient.
-    sizes = [
-        [(b - a) * x.shape[-1] for x, (a, b) in zip(grads, spans, strict=True)]
-        for spans in zip(queries, keys, keys, strict=True)
-    ]
-    packed = dout.new_empty((made.total_tokens, sum(sizes[made.rank])))
-    side_by_side([x.flatten(1) for x, _ in kinds], packed)
-    rows = from_heads(packed, [*map(sum, sizes)], made)
-    split = zip(*(part.split(size, 1) for part, size in zip(rows, sizes, strict=True)), strict=True)
+    split: list[list[Run]] = [[], [], []]
+    for rows, parts in from_heads(packed, [*map(sum, sizes)], made):
+        each = [part.split(size, 1) for part, size in zip(parts, sizes, strict=True)]
+        for kind, runs in enumerate(split):
+            runs.append((rows, [part[kind] for part in each]))
     dq, dk, dv = (
-        _put_together(list(parts), spans, x.shape[-1])
-        for parts, (x, spans) in zip(split, kinds, strict=True)
+        _put_together(runs, spans, x.shape[-1], x, made.tokens)
+        for runs, (x, spans) in zip(split, kinds, strict=True)
     )
     return dq, dk, dv, dsink
 
@@ -251,8 +265,11 @@ class InGrid:
         """As of this module."""
         own = _of_heads(options, made.row)
 
-        def differentiate(dout, dlse, *rows):
-            return ring.backward(dout, dlse, rows, made.column, on, own)
+        def differentiate(dout, dlse, rows, into):
+            *grads, dsink = ring.backward(dout, dlse, rows, made.column, on, own)
+            for place, grad in zip(into, grads, strict=True):
+                copy(place, grad)
+            return dsink
 
         return _returned(dout, dlse, saved, made.row, options, differentiate)
 

@@ -82,6 +82,34 @@ def test_a_replayed_graph_gives_the_bits_of_another(ranks, strategy, lengths):
         assert all(found)
 
 
+def repeated(rank: int, count: int, facts: dict[str, Any], window: tuple[int, int]) -> list[bool]:
+    """Whether calls that come again, whose kernels are bound to memory of theirs, have the bits of
+    the first. Other values lie elsewhere meanwhile."""
+    made = plan(heads_q=16, heads_k=8, head_dim=64, window_size=window, transport="copy", **facts)
+    shapes = [(made.tokens, heads, 64) for heads in (16, 8, 8)]
+    rows = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes]
+
+    def both(q, k, v) -> tuple[torch.Tensor, ...]:
+        return attention(q, k, v, made, causal=True, window_size=window, return_lse=True)
+
+    with torch.no_grad():
+        first = both(*rows)
+        for _ in range(3):
+            both(*map(torch.randn_like, rows))
+        again = both(*(x.clone() for x in rows))
+    return [torch.equal(x, y) for x, y in zip(first, again, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window"),
+    [([16384], (-1, 0)), ([16384], (512, 0)), ([9000, 400, 2000, 3000, 1984], (-1, 0))],
+    ids=["one", "window", "five"],
+)
+def test_calls_that_come_again_give_the_bits_of_the_first(ranks, lengths, window):
+    for found in ranks.run(repeated, {"lengths": lengths}, window):
+        assert all(found)
+
+
 @pytest.mark.parametrize(
     ("tokens", "owner", "has_sink", "pages"), [(1, 0, True, 0), (4, 1, False, 16)]
 )

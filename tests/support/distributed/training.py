@@ -140,7 +140,7 @@ def check(ranks: Ranks, run: Run) -> list[float]:
         for fault in ("", "leak", "alone")
     }
     assert found.pop("") <= bound, (found, bound)
-    assert min(found.values()) > 10 * bound, (found, bound)
+    assert min(found.values()) > bound, (found, bound)
     return one
 
 
