@@ -355,7 +355,7 @@ def forward(
             call, key = on.schedule.calls[index], (facts, index, heads.start, part.left)
             known = kept.get(key) if facts is not None and lasts else None
             with lanes.on(part.index):
-                if known.__class__ is Bound:
+                if isinstance(known, Bound):
                     found = known(*begin)
                 else:
                     given = part_of(q, call.rows, heads), *_keys_of(call, part, k, v)

@@ -223,6 +223,7 @@ def _returned(
     dsink = None
     if options.get("sink") is not None:
         dsink = torch.zeros_like(options["sink"])
+        assert of_sink is not None
         dsink[slice(*queries[made.rank])] = of_sink
     split: list[list[Run]] = [[], [], []]
     for rows, parts in from_heads(packed, [*map(sum, sizes)], made):

@@ -4,7 +4,7 @@ run on engines of their own: a kernel of NCCL's would wait for SMs that a kernel
 
 import hashlib
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from heedful.distributed.exchange import side_by_side, words_of
 from heedful.distributed.schedules import Schedule
-from heedful.torch.base.device import device_spec
 from heedful.torch.eager.execute import copy_on
 from heedful.torch.eager.slots import slot_writer
 
@@ -62,18 +61,23 @@ class SharedPart:
             views = self._views[place] = k, v
         return views
 
+    def _writer(self, like: Sequence[Tensor]) -> Callable[[Tensor, Tensor], None] | None:
+        if any(x.stride(-1) != 1 for x in like):
+            return None
+        caches = (x[None] for x in self.rows.split([x.shape[-1] for x in like], -1))
+        return slot_writer(*like, *caches, self._shared.slots(like[0].device))
+
     def pack(self, k: Tensor, v: Tensor) -> None:
         """Writes this rank's k and v where others read them. On a GPU one launch writes all."""
+        if not self.own:
+            return
         heads = self._heads
-        if device_spec(k.device).vendor != "cpu" and k.stride(-1) == v.stride(-1) == 1:
-            lies = k.shape, k.stride(), v.stride(), (k.data_ptr() | v.data_ptr()) % 16
-            write = self._writers.get(lies)
-            parts = [k, v] if k.shape[1] == heads.stop - heads.start else [k[:, heads], v[:, heads]]
-            if write is None:
-                places = self._shared.slots(k.device)
-                dims = k.shape[-1], v.shape[-1]
-                caches = (x[None] for x in self.rows.split(dims, -1))
-                write = self._writers[lies] = slot_writer(*parts, *caches, places)
+        parts = [k, v] if k.shape[1] == heads.stop - heads.start else [k[:, heads], v[:, heads]]
+        lies = k.shape, k.stride(), v.stride(), (k.data_ptr() | v.data_ptr()) % 16
+        if lies not in self._writers:
+            self._writers[lies] = self._writer(parts)
+        write = self._writers[lies]
+        if write is not None:
             write(*parts)
             return
         words = words_of(k), words_of(v)

@@ -130,6 +130,7 @@ def library(monkeypatch):
     monkeypatch.setattr(cuda, "_launch", lambda *arguments: made.cuLaunchKernelEx(*arguments))
     monkeypatch.setattr(cuda, "_encode", lambda *given: made.cuTensorMapEncodeTiled(*given))
     monkeypatch.setattr(cuda, "_replace", lambda *given: made.cuTensorMapReplaceAddress(*given))
+    monkeypatch.setattr(cuda, "_copy", cuda._bind_copy)
     return made
 
 
@@ -138,6 +139,22 @@ def slot(artifact=ARTIFACT, module=cuda, template=TEMPLATE, programmatic=False, 
     made.buffer[: len(template)] = template
     made.set_grid(*GRID)
     return made
+
+
+def test_a_copy_has_both_addresses_the_size_and_the_stream(library):
+    into, rows = 0x7F00_0000_0010, 0x7F10_0000_0020
+    for code in (0, 0, 201, 700):
+        library.calls.clear()
+        library.codes["cuMemcpyDtoDAsync_v2"] = [code, 0]
+        if code == 700:
+            with pytest.raises(RuntimeError, match="CUDA error 700: bad luck"):
+                cuda.copy(into, rows, 64, 0xABC, 1)
+            continue
+        cuda.copy(into, rows, 64, 0xABC, 1)
+        copied = [call[1:] for call in library.calls if call[0] == "cuMemcpyDtoDAsync_v2"]
+        assert copied == [(into, rows, 64, 0xABC)] * (2 if code else 1)
+        # A thread that has no context gets the device's.
+        assert ("cuCtxSetCurrent" in library.names()) == bool(code)
 
 
 def test_a_launch_has_the_grid_the_warps_the_memory_and_the_arguments(library):

@@ -63,10 +63,12 @@ def append_slots(
     run([*map(address_of, [tensor for tensor in arguments if tensor is not None])])
 
 
-def slot_writer(*like: Tensor) -> Callable[[Tensor, Tensor], None]:
+def slot_writer(*like: Tensor) -> Callable[[Tensor, Tensor], None] | None:
     """A function of k and v alone that is `append_slots` of such k and v into these caches and
-    slots, which lie on a GPU; compiles when it is made. like: k, v, k_cache, v_cache, slots; k and
-    v of each call lie as these do."""
+    slots; compiles when it is made. None on a CPU. like: k, v, k_cache, v_cache, slots; k and v of
+    each call lie as these do."""
+    if device_spec(like[0].device).vendor == "cpu":
+        return None
     run = _on_device(*like, None, None)
     caches = [*map(address_of, like[2:])]
 

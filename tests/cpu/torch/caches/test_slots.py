@@ -6,7 +6,7 @@ pytest.importorskip("triton")
 
 import torch
 
-from heedful.torch.eager.slots import APPENDS, SLOTS, append_slots
+from heedful.torch.eager.slots import APPENDS, SLOTS, append_slots, slot_writer
 from support.runs import standin
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
@@ -108,6 +108,19 @@ def test_another_number_of_tokens_is_of_the_same_case():
         compiled = [launch.kernel for launch in machine.launches]
         assert len(SLOTS) == 1 and len(APPENDS) == 3
     assert len(compiled) == 4 and len(set(compiled)) == 1
+
+
+def test_a_writer_knows_all_but_where_new_tokens_begin():
+    slots, pool = torch.arange(6, dtype=torch.int32), caches("tokens first", torch.float32)
+    first, other = ([drawn(6, HEADS, dim, seed=seed) for dim in (DIM, DIM_V)] for seed in (3, 4))
+    assert slot_writer(*first, *pool, slots) is None
+    with standin.gpu() as machine:
+        write = slot_writer(*first, *pool, slots)
+        assert write is not None and not machine.launches
+        append_slots(*other, *pool, slots)
+        write(*other)
+        want, got = machine.launches
+    assert (got.kernel, got.grid, got.arguments) == (want.kernel, want.grid, want.arguments)
 
 
 def shaped(name: str, tensor) -> dict:
