@@ -389,7 +389,8 @@ class HopperBackwardConfig(TileConfig):
     tail_splits: without a mask, how many splits those work tiles have that are left once all SMs
     have had as many; 0: core/planning/splits.py chooses. dk_in_keys: dK is stored through the
     shared memory of its keys, in dense calls where these have two stages. rotates: without a mask,
-    each key tile's visits begin with another query tile.
+    each key tile's visits begin with another query tile; under a causal mask those that need no
+    mask, where heads are not innermost.
     """
 
     dout_stages: int = 2
@@ -408,12 +409,17 @@ class HopperBackwardConfig(TileConfig):
     dk_in_keys: bool = False
     rotates: bool = False
 
+    def _may_rotate(self, problem: AttentionProblem) -> bool:
+        mask = problem.mask
+        is_causal = mask.right >= 0 and mask.left < 0 and not self.heads_innermost
+        return _is_dense(problem) and (is_causal or not problem.is_masked)
+
     def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
         made = replace(
             self,
             heads_innermost=self.heads_innermost and _is_triangle(problem),
             hides_rows=self.hides_rows and _has_one_range(problem),
-            rotates=self.rotates and _is_rectangle(problem),
+            rotates=self.rotates and self._may_rotate(problem),
         )
         if self.dq_regs is not None and self.block_n == CONSUMER_ROWS:
             # Each has two stages of queries, and work tiles half as many keys.
@@ -429,11 +435,6 @@ def _is_dense(problem: AttentionProblem) -> bool:
     """Whether no feature of a call takes registers of the backward's loop beside the mask's."""
     is_modified = problem.softcap or problem.dropout_p or problem.key_ranges or problem.block_mask
     return not (is_modified or problem.ragged_k or problem.varlen_q or problem.deterministic)
-
-
-def _is_rectangle(problem: AttentionProblem) -> bool:
-    """Whether all queries of a dense call see the same keys."""
-    return not problem.is_masked and _is_dense(problem)
 
 
 def _has_one_range(problem: AttentionProblem) -> bool:

@@ -153,13 +153,22 @@ class Checked(Device):
         elif self.tile.heads_innermost:
             assert visits == self.by_rows(b, head, block, {m for _, m in visits})
         elif self.tile.rotates:
-            count = self.q_blocks[b]
-            first = block * count // self.key_blocks[b]
+            seen = sorted({m for _, m in visits})
+            first = block * len(seen) // self.key_blocks[b]
+            first *= self.begins_elsewhere(b, block)
             heads = range(head * GROUP, head * GROUP + GROUP)
-            assert visits == [(h, (first + i) % count) for h in heads for i in range(count)]
+            assert visits == [(h, m) for h in heads for m in seen[first:] + seen[:first]]
         else:
             assert visits == sorted(visits)
         return visits
+
+    def begins_elsewhere(self, b: int, block: int) -> bool:
+        """Whether a key tile's visits may: all of a call without a mask, else those without one."""
+        rows, keys = self.sizes.lengths[b]
+        if self.sizes.right is None:
+            return True
+        end = (block + 1) * BLOCK_N
+        return end <= keys and end - 1 <= keys - rows + self.sizes.right
 
     def by_rows(self, b, head, block, rows: set[int]) -> list[tuple[int, int]]:
         """Visits of all heads of one of these query tiles after the other: from the last where the

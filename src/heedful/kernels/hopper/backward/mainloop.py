@@ -33,7 +33,7 @@ from heedful.kernels.hopper.backward.shared import (
     visits_apart,
     wait_for_outlet,
 )
-from heedful.kernels.hopper.backward.tile import is_masked, visit_range, walks_down
+from heedful.kernels.hopper.backward.tile import is_masked, needs_no_mask, visit_range, walks_down
 from heedful.kernels.hopper.sm90 import barrier
 from heedful.kernels.hopper.sm90.compat import opaque
 from heedful.kernels.hopper.sm90.mma import ROWS, scores_layout, wait_products
@@ -185,7 +185,7 @@ def full_run(params, tile, blocks, number, last):
         block = gl.where(is_down, blocks.end - 1 - turn, blocks.begin + turn)
         left = gl.where(is_down, block - blocks.full_begin + 1, blocks.full_end - block)
         left = left * group - (number - turn * group)
-    elif params.ways.ROTATES:
+    elif params.ways.ROTATES and not params.mask.HAS_RIGHT:
         # All visits of a work tile need a mask, or none.
         block = blocks.begin
         left = last - number + 1
@@ -193,6 +193,8 @@ def full_run(params, tile, blocks, number, last):
         count = blocks.end - blocks.begin
         block = blocks.begin + number % count
         left = blocks.full_end - block
+        if params.ways.ROTATES:
+            left = gl.where(needs_no_mask(blocks), last - number + 1, left)
     run = gl.where(is_masked(blocks, block), 0, left)
     run = gl.minimum(run, last - number + 1)
     if alternates(params):

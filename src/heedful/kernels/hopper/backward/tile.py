@@ -320,6 +320,12 @@ def is_masked(blocks, block):
 
 
 @gluon.jit
+def needs_no_mask(blocks):
+    """Whether no query tile of a work tile does."""
+    return (blocks.full_begin == blocks.begin) & (blocks.full_end == blocks.end)
+
+
+@gluon.jit
 def heads_in_turn(params):
     """Query heads of a KV head that have the same visits, one head after the other."""
     if params.mask.blocks.SIDE:
@@ -376,7 +382,10 @@ def query_tile(params, tile, blocks, number):
         place = number - ahead * count
         if params.ways.ROTATES:
             # At a time, key tiles visit different query tiles.
-            place += tile.col // params.tile.BLOCK_N * count // params.order.key_blocks
+            turned = tile.col // params.tile.BLOCK_N * count // params.order.key_blocks
+            if params.mask.HAS_RIGHT:
+                turned = gl.where(needs_no_mask(blocks), turned, 0)
+            place += turned
             place = gl.where(place < count, place, place - count)
         return head, blocks.begin + place
 

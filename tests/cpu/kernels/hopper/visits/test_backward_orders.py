@@ -53,7 +53,7 @@ def test_gradients_of_keys_leave_through_the_memory_of_the_keys(sizes, programs,
     device.check()
 
 
-@pytest.mark.parametrize("sizes", (DENSE[0], DENSE[6]), ids=str)
+@pytest.mark.parametrize("sizes", (DENSE[0], DENSE[1], DENSE[6]), ids=str)
 @pytest.mark.parametrize("programs, splits, block_m", [(2, 1, 64), (3, 3, 128)])
 def test_key_tiles_begin_with_query_tiles_of_their_own(sizes, programs, splits, block_m):
     tile = Tile(block_m, 192 - block_m, rotates=True)
