@@ -12,7 +12,7 @@ import heedful
 
 ROOT = Path(heedful.__file__).parent
 # Layers that a call passes. Kernels keep nothing, and what users run keeps what it likes.
-LAYERS = ("core", "cpu", "jax", "launch", "torch")
+LAYERS = ("core", "cpu", "distributed", "jax", "launch", "torch")
 _CONTAINERS = {"dict", "list", "set", "Kinds", "LRU", "Cases", "WeakSet", "SimpleQueue"}
 _DECORATORS = {"cache", "lru_cache", "cached_property"}
 

@@ -63,7 +63,7 @@ EPOCH = settings.forgotten(_Epoch())
 
 
 def lies(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
-    """What bound calls on rows of q, k and v depend on; None where calls are not bound: under
+    """All that bound calls on rows of q, k and v depend on; None where calls are not bound: under
     autocast, a transform or a tracer, with operands beside q, k and v, and in memory of odd
     addresses."""
     places = q.data_ptr() | k.data_ptr() | v.data_ptr()
@@ -93,7 +93,7 @@ class Bound:
     def of(
         cls, given: Sequence[Tensor], more: dict[str, Any], out: Tensor, bases: Sequence[int]
     ) -> "Bound | None":
-        """Of the arguments of `attended`, which has run with them; None if the call cannot be
+        """The arguments are those of `attended`, which ran with them; None if the call cannot be
         bound. bases: where q, k, v and out of all rows begin; 0 for memory that lasts."""
         packed = "cu_seqlens_q" in more
         options = Options(

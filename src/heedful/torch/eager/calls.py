@@ -422,8 +422,8 @@ def _find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[_Fo
 
 
 def bound(q, k, v, x: Operands | None, options: Options, out) -> Any:
-    """Of a call that was made before: a function that runs it on addresses, and one that picks
-    these from Operands; those of `out` follow. None if it is no program on a GPU, or changes its
+    """A function that runs a call that was made before on addresses, and one that picks these from
+    Operands; that of `out` follows. None if it is no program on a GPU, or changes its
     operands first. The arguments are those of `attend`; the function is good for tensors that lie
     as these do, until settings change."""
     (call, _), _ = _find(q, k, v, x, options, out, None)
