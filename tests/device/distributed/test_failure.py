@@ -47,7 +47,9 @@ def dies(rank: int, count: int, transport: str, when: str) -> str:
 
 @pytest.mark.parametrize("when", ["step", "backward"])
 @pytest.mark.parametrize("transport", ["send", "copy"])
-def test_the_others_end_by_the_time_out(tmp_path, transport, when):
+def test_the_others_end_by_the_time_out(tmp_path, monkeypatch, transport, when):
+    # Else NCCL's watchdog ends a process a minute later, for others to write what they know.
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     made = Ranks(torch.cuda.device_count(), tmp_path, SECONDS, "nccl")
     try:
         made.run(warmed)
@@ -56,7 +58,7 @@ def test_the_others_end_by_the_time_out(tmp_path, transport, when):
         assert ended == "ended"
         # NCCL's watchdog ends the process where a kernel of its waits; else an error is raised.
         assert all(said == "ended" or answer for said, answer in others)
-        assert time.monotonic() - start < SECONDS + 60
+        assert time.monotonic() - start < SECONDS + 20
     finally:
         made.close()
 

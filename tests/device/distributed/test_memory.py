@@ -36,9 +36,10 @@ def measured(rank: int, count: int, more: dict[str, Any]) -> tuple[float, float]
 
 # What a step with its backward takes: out, gradients, sums of dQ, and six shards of keys.
 LEAN = OUT + (OUT + SHARD) + SUMS + 6 * SHARD + ROWS
-# Where q, out and dout travel, they are there once more; of keys are two shards: those of this
-# rank's heads.
-HEADS_TOO = OUT + 3 * OUT + (OUT + SHARD) + SUMS + SHARD + ROWS
+# Where q, out, its log-sum-exp and dout travel, they are there once more, for all rows of a rank's
+# heads, and so is a shard of keys. Beside its out a row of 16 heads has 64 bytes of log-sum-exps.
+TRAVELS = 3 * OUT + SHARD + 3 * TOKENS * HEADS * 4
+HEADS_TOO = OUT + TRAVELS + (OUT + SHARD) + SUMS + ROWS
 
 
 @pytest.mark.parametrize(
