@@ -105,7 +105,7 @@ def test_local_calls_that_hide_copies_go_first_and_leave_sms_to_meet_on(monkeypa
     monkeypatch.setattr(cost, "packs_little", lambda *_: change != "much")
     real, margins = gather.attended, []
 
-    def attended(given, more, out):
+    def attended(given: Any, more: Any, out: Any) -> Any:
         is_local = given[1].untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
         memory.log.append("local" if is_local else "other")
         margins.append(margin_of(more["backend"]))
@@ -146,7 +146,8 @@ def counted(monkeypatch) -> Iterator[list[Any]]:
 def launched(gpu: Any, made: ContextPlan, given: list[torch.Tensor], window: int, **more: Any):
     """What a forward launches for attention: kernels, grids, and where their operands begin."""
     begin = len(gpu.launches)
-    out = attention(*given, made, causal=True, window_size=(window, 0), **more)
+    q, k, v = given
+    out = attention(q, k, v, made, causal=True, window_size=(window, 0), **more)
     found = [x for x in gpu.launches[begin:] if "append" not in x.kernel.function]
     memory = made.peers.view(0, 0, (1,), torch.uint8), made.peers.view(1, 0, (1,), torch.uint8)
     bases = [*given, out, *memory]

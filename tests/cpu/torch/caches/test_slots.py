@@ -112,13 +112,13 @@ def test_another_number_of_tokens_is_of_the_same_case():
 
 def test_a_writer_knows_all_but_where_new_tokens_begin():
     slots, pool = torch.arange(6, dtype=torch.int32), caches("tokens first", torch.float32)
-    first, other = ([drawn(6, HEADS, dim, seed=seed) for dim in (DIM, DIM_V)] for seed in (3, 4))
-    assert slot_writer(*first, *pool, slots) is None
+    k, v = drawn(6, HEADS, DIM, seed=3), drawn(6, HEADS, DIM_V, seed=4)
+    assert slot_writer(k, v, *pool, slots) is None
     with standin.gpu() as machine:
-        write = slot_writer(*first, *pool, slots)
+        write = slot_writer(k + 1, v + 1, *pool, slots)
         assert write is not None and not machine.launches
-        append_slots(*other, *pool, slots)
-        write(*other)
+        append_slots(k, v, *pool, slots)
+        write(k, v)
         want, got = machine.launches
     assert (got.kernel, got.grid, got.arguments) == (want.kernel, want.grid, want.arguments)
 
