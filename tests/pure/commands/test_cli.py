@@ -4,9 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from heedful.cli import app
 
 SOURCE = Path(__file__).parents[3] / "src"
 
@@ -28,6 +32,15 @@ def run(*arguments: str, without: tuple[str, ...] = ()) -> subprocess.CompletedP
     code = _WITHOUT.format(packages=set(without), arguments=list(arguments))
     env = {**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "160", "NO_COLOR": "1"}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+
+
+@cache
+def explained(*options: str) -> dict[str, Any]:
+    """The problem that `heedful explain` understands, asked within this process."""
+    testing = pytest.importorskip("typer.testing")
+    shown = testing.CliRunner().invoke(app(), ["explain", "--device", "H200", *options, "--json"])
+    assert shown.exit_code == 0, shown.output
+    return json.loads(shown.stdout)["problem"]
 
 
 def test_explain_works_where_torch_is_not_installed():
@@ -64,19 +77,14 @@ def test_explain_names_every_rejected_kernel_with_a_reason():
     ],
 )
 def test_an_option_of_explain_reaches_the_problem(option, value, fact):
-    shown = run("explain", "--device", "H200", option, value, "--json")
-    assert shown.returncode == 0, shown.stderr
-    problem = json.loads(shown.stdout)["problem"]
-    assert fact.items() <= problem.items()
+    assert fact.items() <= explained(option, value).items()
 
 
 @pytest.mark.parametrize(
     "flag", ["alibi", "bias", "sink", "varlen", "causal", "unaligned", "uneven-rows"]
 )
 def test_a_flag_of_explain_changes_the_problem(flag):
-    plain = json.loads(run("explain", "--device", "H200", "--json").stdout)["problem"]
-    flagged = json.loads(run("explain", "--device", "H200", f"--{flag}", "--json").stdout)
-    assert flagged["problem"] != plain
+    assert explained(f"--{flag}") != explained()
 
 
 @pytest.mark.parametrize(
