@@ -10,7 +10,7 @@ from heedful.core.base.installed import numbers
 from heedful.core.base.parsed import parsed
 
 MANIFEST = "manifest.json"
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,15 @@ class Manifest:
 
 
 def manifest_text(
-    kernels: Mapping[str, Mapping[str, str]],
+    kernels: Mapping[str, str],
     backends: Mapping[str, str],
     wheel: WheelFacts | None,
 ) -> bytes:
-    """A manifest: a fact a line, the same for the same kernels. kernels: by key, the file's sha256,
-    and target, symbol and toolchain for people to read."""
+    """A manifest: a fact a line, the same for the same kernels. kernels: by key, a file's SHA-256.
+
+    What else a file says of itself is not repeated: a first call reads all of this, and thousands
+    of objects would set off a collection of garbage.
+    """
     content: dict[str, Any] = {"format": FORMAT, "backends": dict(backends), "kernels": kernels}
     if wheel is not None:
         content["wheel"] = asdict(wheel)
@@ -63,9 +66,11 @@ def read_manifest(content: bytes) -> Manifest:
             " heedful"
         )
     try:
-        wheel = manifest.get("wheel")
+        wheel, digests = manifest.get("wheel"), manifest["kernels"]
+        if not all(isinstance(digest, str) for digest in digests.values()):
+            raise TypeError("digests are text")
         return Manifest(
-            {key: str(facts["sha256"]) for key, facts in manifest["kernels"].items()},
+            digests,
             {str(name): numbers(triton) for name, triton in manifest["backends"].items()},
             None if wheel is None else WheelFacts(**wheel),
         )

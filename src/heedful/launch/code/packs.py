@@ -45,12 +45,7 @@ def write_pack(
         for key, artifact in entries.items():
             content = store.dump(key, artifact)
             folder.write(f"{key}{store.SUFFIX}", content)
-            files[key] = {
-                "sha256": hashlib.sha256(content).hexdigest(),
-                "target": artifact.target,
-                "symbol": artifact.symbol,
-                "toolchain": artifact.toolchain,
-            }
+            files[key] = hashlib.sha256(content).hexdigest()
         folder.write(MANIFEST, manifest_text(files, backends, wheel))
 
 
