@@ -444,7 +444,7 @@ def test_a_manifest_says_which_kernels_there_are(tmp_path, no_packs):
     assert one == other == json.dumps(json.loads(one), indent=1, sort_keys=True)
     content = (tmp_path / "pack" / "key.kernel").read_bytes()
     assert told["kernels"] == {"key": hashlib.sha256(content).hexdigest()}
-    # What it is, people read in its own file.
+    # People read in its own file what it is.
     for words in (b'"target": "cuda:90"', b'"symbol": "kernel"', b'"toolchain": "triton 3.9.0"'):
         assert words in content
 

@@ -44,8 +44,8 @@ def manifest_text(
 ) -> bytes:
     """A manifest: a fact a line, the same for the same kernels. kernels: by key, a file's SHA-256.
 
-    What else a file says of itself is not repeated: a first call reads all of this, and thousands
-    of objects would set off a collection of garbage.
+    It does not repeat the facts in the files: a first call reads all of it, and thousands of
+    objects would set off a collection of garbage.
     """
     content: dict[str, Any] = {"format": FORMAT, "backends": dict(backends), "kernels": kernels}
     if wheel is not None:
