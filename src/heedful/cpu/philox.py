@@ -4,6 +4,7 @@ It uses NumPy: an operation has a third of the fixed cost of torch's, and enters
 """
 
 from collections import OrderedDict
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from heedful.reference.philox import MULTIPLIERS, ROUNDS, WEYL, WORD, keep_thres
 CHUNK = 16 * 1024
 # Bytes of masks that are kept, the latest, so that a backward need not draw its forward's again.
 KEPT = 8 << 20
+# Up to this many counters are kept for the next seed: on a short sequence it takes longer to make
+# them than to draw by them.
+FEW = 4096
 _WORD, _BLOCK, _HALF = np.uint64(WORD), np.uint64(WORD >> 2), np.uint64(32)
 # The increments of the key's words round by round, (ROUNDS, 2, 1).
 _STEPS = np.arange(ROUNDS, dtype=np.uint64)[:, None, None] * np.array(WEYL, np.uint64)[:, None]
@@ -103,22 +107,14 @@ def draw(seed: int, dropout_p: float, batches, heads, rows, cols, origin) -> tor
     key, threshold = key_words(seed), np.uint64(keep_threshold(dropout_p))
     # One block of four words serves four columns; a column index is modulo 2^32, a block's 2^30.
     first = cols.start + origin[3]
-    last = first + len(cols)
-    block = _numbers(first >> 2, (last + 3) >> 2, 0) & _BLOCK
-    batch, head, row = map(_numbers_of, (batches, heads, rows), origin)
-    shape = len(batch), len(head), len(row), len(block)
-    keep = np.empty((*shape, 4), dtype=bool)
+    blocks = range(first >> 2, (first + len(cols) + 3) >> 2)
+    keep = np.empty((len(batches), len(heads), len(rows), len(blocks), 4), dtype=bool)
     # By place of a word, all scores.
     words = keep.transpose(4, 0, 1, 2, 3)
-    step = max(1, CHUNK // max(1, len(batch) * len(head) * len(block)))
-    for begin in range(0, len(row), step):
-        part = row[begin : begin + step]
-        size = *shape[:2], len(part), len(block)
-        counters = np.empty((2, 2, *size), dtype=np.uint64)
-        counters[0, 0] = block
-        counters[0, 1] = head[:, None, None]
-        counters[1, 0] = part[:, None]
-        counters[1, 1] = batch[:, None, None, None]
+    step = max(1, CHUNK // max(1, len(batches) * len(heads) * len(blocks)))
+    for begin in range(0, len(rows), step):
+        counters = _counters(batches, heads, rows[begin : begin + step], blocks, origin[:3])
+        size = counters.shape[2:]
         even, odd = philox4x32(key, *counters.reshape(2, 2, -1))
         np.less(even.reshape(2, *size), threshold, words[::2, :, :, begin : begin + step])
         odd = np.bitwise_and(odd, _WORD, odd).reshape(2, *size)
@@ -127,10 +123,34 @@ def draw(seed: int, dropout_p: float, batches, heads, rows, cols, origin) -> tor
     return whole if whole.shape[-1] == len(cols) else whole[..., first & 3 :][..., : len(cols)]
 
 
-def _numbers(start: int, stop: int, more: int) -> np.ndarray:
-    """start + more up to stop + more, modulo 2^64."""
-    return np.arange(start + more, stop + more, dtype=np.int64).view(np.uint64)
+def _counters(batches, heads, rows, blocks, origin) -> np.ndarray:
+    """What `philox4x32` takes, and may write to: uint64 (2, 2, batches, heads, rows, blocks)."""
+    count = len(batches) * len(heads) * len(rows) * len(blocks)
+    if count > FEW:
+        return _made_counters(batches, heads, rows, blocks, origin)
+    return _kept_counters(batches, heads, rows, blocks, origin).copy()
+
+
+def _made_counters(batches, heads, rows, blocks, origin) -> np.ndarray:
+    batch, head, row = map(_numbers_of, (batches, heads, rows), origin)
+    size = len(batches), len(heads), len(rows), len(blocks)
+    counters = np.empty((2, 2, *size), dtype=np.uint64)
+    counters[0, 0] = _numbers(blocks, 0) & _BLOCK
+    counters[0, 1] = head[:, None, None]
+    counters[1, 0] = row[:, None]
+    counters[1, 1] = batch[:, None, None, None]
+    return counters
+
+
+@lru_cache(16)
+def _kept_counters(batches, heads, rows, blocks, origin) -> np.ndarray:
+    return _made_counters(batches, heads, rows, blocks, origin)
+
+
+def _numbers(which: range, more: int) -> np.ndarray:
+    """The range's numbers, each + more, modulo 2^64."""
+    return np.arange(which.start + more, which.stop + more, dtype=np.int64).view(np.uint64)
 
 
 def _numbers_of(which: range, more: int) -> np.ndarray:
-    return _numbers(which.start, which.stop, more) & _WORD
+    return _numbers(which, more) & _WORD

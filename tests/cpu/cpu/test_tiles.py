@@ -427,6 +427,25 @@ def test_short_calls_are_left_to_torchs_threads(groups):
 # Precision and memory.
 
 
+def test_counters_that_are_kept_give_each_seed_its_own_mask(monkeypatch):
+    """The rounds write to the memory of what they get."""
+    places = [
+        (range(1), range(8), range(16), range(16)),
+        (range(2, 4), range(3), range(5), range(9)),
+    ]
+    draws = [
+        (seed, 0.3, *where, origin)
+        for seed in (1, 2, 1)
+        for where in places
+        for origin in ((0, 0, 0, 0), (1, 2**32 - 1, 7, 3))
+    ]
+    kept = [philox.draw(*which) for which in draws]
+    monkeypatch.setattr(philox, "FEW", 0)
+    for mask, which in zip(kept, draws, strict=True):
+        assert torch.equal(mask, philox.draw(*which))
+    assert not torch.equal(kept[0], kept[4])
+
+
 def test_masks_of_dropout_are_kept_up_to_a_limit_the_latest_ones(monkeypatch):
     kept = philox.Masks()
     monkeypatch.setattr(philox, "KEPT", 1000)
