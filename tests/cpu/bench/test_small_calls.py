@@ -53,3 +53,38 @@ def test_one_core_is_too_few(monkeypatch):
     monkeypatch.setattr(bench.os, "sched_getaffinity", lambda _: {3})
     with pytest.raises(script.Refused, match="two cores"):
         bench.main()
+
+
+def test_seconds_are_those_of_one_of_several_calls(monkeypatch):
+    calls, clock = [], iter([10.0, 16.0])
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(clock))
+    assert bench._seconds(lambda: calls.append(1), 3) == 2.0
+    assert len(calls) == 3
+
+
+def test_the_neighbour_spins_on_its_core_from_before_the_first_call_until_the_last(monkeypatch):
+    told: list[Any] = []
+
+    class Context:
+        def Process(self, target, args, daemon):
+            told.append((target, args, daemon))
+            return self
+
+        def __getattr__(self, name):
+            return lambda: told.append(name)
+
+    made = lambda way: told.append(way) or Context()  # noqa: E731
+    monkeypatch.setattr(bench.multiprocessing, "get_context", made)
+    monkeypatch.setattr(bench.time, "sleep", told.append)
+    with pytest.raises(ValueError, match="in between"), bench.neighbour(5):
+        told.append("called")
+        raise ValueError("in between")
+    spun = (bench._spin, (5,), True)
+    assert told == ["spawn", spun, "start", 1.0, "called", "terminate", "join"]
+
+    def pin(process, cores):
+        raise RuntimeError(f"{process} {cores}")
+
+    monkeypatch.setattr(bench.os, "sched_setaffinity", pin)
+    with pytest.raises(RuntimeError, match=r"0 \{5\}"):
+        bench._spin(5)

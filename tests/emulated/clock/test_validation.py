@@ -4,6 +4,7 @@ micro-kernels are right, settle what they are for, and stand in the report besid
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from heedful.emulator.clock.constants import CONSTANTS, SLOT, constant
 from heedful.emulator.clock.work import work_of
 from heedful.launch import compiler
 from heedful.validation import micro, on_device, sensors
+from support.runs import standin
 
 CHIPS = {"gfx942": "MI300X", "gfx950": "MI355X"}
 PASSES = 8
@@ -202,3 +204,35 @@ def test_a_backend_that_cannot_be_predicted_says_why(stand_in):
 
 def test_other_devices_have_no_clock():
     assert not on_device.has_clock(CPU)
+
+
+def test_a_launcher_times_launches_of_one_buffer_and_returns_it(monkeypatch):
+    """Down to the driver, a stub: as many launches between two events as their time is shared by,
+    after one that nobody times."""
+    probe, happened = named("gfx942", EACH[0][1].name), []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            happened.append(len(gpu.launches))
+
+        def synchronize(self):
+            happened.append("waited")
+
+        def elapsed_time(self, end):
+            assert end is not self
+            return 80.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    stream = SimpleNamespace(cuda_stream=77)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    with standin.gpu("MI300X") as gpu:
+        seen = micro.measured(probe, 3, 5, on_device.launcher(CPU, "gfx942"))
+    assert happened == [1, 41, "waited"] and len(gpu.launches) == 41
+    assert seen.seconds == pytest.approx(80e-3 / 40)
+    (address,) = {launch.arguments["out"] for launch in gpu.launches}
+    assert address and {launch.arguments["iterations"] for launch in gpu.launches} == {5}
+    assert {launch.stream for launch in gpu.launches} == {77}
+    assert {launch.grid for launch in gpu.launches} == {(3, 1, 1)}
