@@ -124,7 +124,7 @@ def draw(seed: int, dropout_p: float, batches, heads, rows, cols, origin) -> tor
 
 
 def _counters(batches, heads, rows, blocks, origin) -> np.ndarray:
-    """What `philox4x32` takes, and may write to: uint64 (2, 2, batches, heads, rows, blocks)."""
+    """Counters that `philox4x32` may write to: uint64 (2, 2, batches, heads, rows, blocks)."""
     count = len(batches) * len(heads) * len(rows) * len(blocks)
     if count > FEW:
         return _made_counters(batches, heads, rows, blocks, origin)
