@@ -4,8 +4,9 @@ Times masks by key_ranges beside the calls that they may replace, forward and ba
 process, one call of each in turn; and what a new mask costs on the device. --lists: block masks
 instead, of which some results are first compared with float32. It prints tables of
 measurements/hopper-forward.md and hopper-backward.md. --only: masks whose names have one of these
-words. --directions: of forward,backward. --flex: FlexAttention beside them. --warm: runs every call
-once, to compile it.
+words. --directions: of forward,backward. --flex: FlexAttention beside them. --ways: kernels by hand
+beside the planned ones, such as hopper+cuts_rows=1, with commas between. --warm N: runs the calls
+of mask N once, to compile them.
 """
 
 import argparse
@@ -15,10 +16,12 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch._inductor.choices import InductorChoices
+from torch._inductor.template_heuristics import triton as triton_heuristics
 from torch.nn.attention import flex_attention as flex
 
 from heedful import BlockMask, masks
-from heedful.core.registry.by_hand import named
+from heedful.core.registry.by_hand import forced, named
 from heedful.torch import flash_attn_func, flash_attn_varlen_func
 
 Call = Callable[..., Any]
@@ -43,8 +46,13 @@ def attention(x: list[torch.Tensor], **how: Any) -> Call:
     return lambda: flash_attn_func(q, k, v, **how)
 
 
-def ranged(x: list[torch.Tensor], ranges: torch.Tensor, causal: bool) -> Call:
-    return attention(x, causal=causal, key_ranges=ranges)
+def ranged(
+    x: list[torch.Tensor], ranges: torch.Tensor, causal: bool, pairs: int, ways: list[str]
+) -> Calls:
+    """The call by key_ranges, as planned and in each of these ways."""
+    call = {"causal": causal, "key_ranges": ranges}
+    by_hand = {way: (x, attention(x, **call, backend=forced(way)), pairs) for way in ways}
+    return {"key_ranges": (x, attention(x, **call), pairs), **by_hand}
 
 
 def within_documents(ids):
@@ -66,6 +74,14 @@ def flex_beside(wanted: bool, x: list[torch.Tensor], shows: Any, pairs: int) -> 
     return {"flex": (x, flexed(x, shows), pairs)} if wanted else {}
 
 
+def allow_tiles_of_64() -> None:
+    """Without max-autotune, whose choices take a minute, FlexAttention's backward has one config,
+    of tiles of 128, and leaves it out where a mask has smaller tiles, before it reads options."""
+    tiles = triton_heuristics.FlexBwDConfig(32, 64, 64, 32, 3, 4)
+    # Its type names arguments of which none is wanted.
+    setattr(InductorChoices, "get_flex_attention_bwd_configs", lambda *_: [tiles])  # noqa: B010
+
+
 def flexed_by(x: list[torch.Tensor], mask: flex.BlockMask, stages: int = 3) -> Call:
     """stages: of the backward's loops, by tiles of 64."""
     q, k, v = (t.transpose(1, 2) for t in x[:3])
@@ -73,6 +89,7 @@ def flexed_by(x: list[torch.Tensor], mask: flex.BlockMask, stages: int = 3) -> C
     # These are the tiles that max-autotune took among twelve (H200, 2026-11-27).
     options: Any = None
     if mask.BLOCK_SIZE[0] == 64:
+        allow_tiles_of_64()
         sizes = {"M1": 32, "N1": 64, "M2": 64, "N2": 32}
         options = {f"bwd_BLOCK_{name}": size for name, size in sizes.items()}
         options |= {"bwd_num_warps": 4, "bwd_num_stages": stages}
@@ -85,9 +102,11 @@ def triangle(n: int) -> int:
     return n * (n + 1) // 2
 
 
-def problems(heads: int, dim: int, wants_flex: bool) -> Iterator[tuple[str, Callable[[], Calls]]]:
+def problems(
+    heads: int, dim: int, wants_flex: bool, ways: list[str]
+) -> Iterator[tuple[str, Callable[[], Calls]]]:
     """(what it is, what makes its calls by name), each with its tensors and its visible pairs of a
-    head. The first call is the plain one, which may be of other lengths."""
+    head. The first call is the plain one, which may be of other lengths. ways: of `ranged`."""
     n = 65536
     lens = lengths(n)
     pairs = sum(map(triangle, lens))
@@ -98,7 +117,7 @@ def problems(heads: int, dim: int, wants_flex: bool) -> Iterator[tuple[str, Call
     longest = max(lens)
     calls = {
         "packed": (flat, lambda: packed(flat, cu, longest), pairs),
-        "key_ranges": (x, ranged(x, masks.documents(ids[None]), True), pairs),
+        **ranged(x, masks.documents(ids[None]), True, pairs, ways),
     }
 
     def of_documents(calls=calls, x=x, pairs=pairs) -> Calls:
@@ -116,13 +135,13 @@ def problems(heads: int, dim: int, wants_flex: bool) -> Iterator[tuple[str, Call
     calls = {
         "causal": causal,
         "same tile": same,
-        "key_ranges": (plain, ranged(plain, whole, True), triangle(n)),
+        **ranged(plain, whole, True, triangle(n), ways),
     }
     yield f"1 x {n}, all keys as ranges, causal", lambda calls=calls: calls
 
     pairs = triangle(n) + triangle(4095)
     prefix = masks.prefix(torch.tensor([4096], device="cuda"), n)
-    calls = {"causal": causal, "key_ranges": (plain, ranged(plain, prefix, False), pairs)}
+    calls = {"causal": causal, **ranged(plain, prefix, False, pairs, ways)}
 
     def of_prefix(calls=calls, pairs=pairs) -> Calls:
         shows = lambda b, h, i, j: (i >= j) | (j < 4096)  # noqa: E731  (torch traces it)
@@ -134,7 +153,7 @@ def problems(heads: int, dim: int, wants_flex: bool) -> Iterator[tuple[str, Call
     y = inputs(1, n, heads, dim)
     chunks = masks.chunks(8192, n, like=y[0])
     pairs = 4 * triangle(8192)
-    calls = {"causal": causal, "key_ranges": (y, ranged(y, chunks, True), pairs)}
+    calls = {"causal": causal, **ranged(y, chunks, True, pairs, ways)}
     yield f"1 x {n}, chunks of 8192, causal", lambda calls=calls: calls
 
     n = 8192
@@ -147,14 +166,14 @@ def problems(heads: int, dim: int, wants_flex: bool) -> Iterator[tuple[str, Call
         # Rows of padding on the right see all keys that are none.
         more = sum((n - length) * length for length in lens) if side == "right" else 0
         pairs = sum(map(triangle, lens)) + more
-        calls = {"causal": causal, "key_ranges": (z, ranged(z, masks.padding(shown), True), pairs)}
+        calls = {"causal": causal, **ranged(z, masks.padding(shown), True, pairs, ways)}
         yield f"4 x {n}, padding {side}, causal", lambda calls=calls: calls
 
     n = 65536
     pairs = sum(min(i + 1, 1024) + max(0, min(64, i - 1023)) for i in range(n))
     window = (x, attention(x, window_size=(1023, 0, 64)), pairs)
     local = masks.local_global(1023, 64, n, like=x[0])
-    calls = {"window": window, "key_ranges": (x, ranged(x, local, True), pairs)}
+    calls = {"window": window, **ranged(x, local, True, pairs, ways)}
     yield f"1 x {n}, window of 1024 beside 64 keys", lambda calls=calls: calls
 
 
@@ -324,7 +343,7 @@ def new_masks(heads: int) -> None:
     ids = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens)).cuda()[None]
     x = inputs(1, n, heads, 128)
     ranges = masks.documents(ids)
-    run = ranged(x, ranges, True)
+    run = attention(x, causal=True, key_ranges=ranges)
     out = run()
     dout = torch.randn_like(out)
     kinds = {"key_hulls": 0.0, "query_hulls": 0.0}
@@ -355,10 +374,11 @@ def main() -> None:
     parser.add_argument("--masks", action="store_true")
     parser.add_argument("--lists", action="store_true")
     parser.add_argument("--warm", type=int, default=-1)
+    parser.add_argument("--ways", default="")
     given = parser.parse_args()
     print("| dim | mask | direction | call | ms | TFLOP/s | ratio |\n|" + " --- |" * 7)
     for dim in map(int, given.dims.split(",")):
-        kinds = problems(given.heads, dim, given.flex)
+        kinds = problems(given.heads, dim, given.flex, given.ways.split(",") if given.ways else [])
         if given.lists:
             kinds = listed(given.heads, dim, given.flex)
         for number, (what, make) in enumerate(kinds):

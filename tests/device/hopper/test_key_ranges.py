@@ -12,7 +12,7 @@ from heedful import masks
 from heedful.core.registry.by_hand import named
 from support.captures import graph_capture
 from support.hopper.device import ON_HOPPER
-from support.problems.budget import check, run
+from support.problems.budget import backend_results, check, run
 from support.problems.cases import FRESH, Case, build, variants
 from support.problems.grids import drawn_rows
 from support.runs import api
@@ -197,6 +197,122 @@ def test_random_problems_are_within_their_budget(part, kernels):
             raise AssertionError(f"{of['backend']}: {case}") from error
 
 
+SQUARE = Case(
+    dtype="bfloat16",
+    batch=3,
+    seqlen_q=1000,
+    seqlen_k=1000,
+    heads_q=4,
+    heads_k=2,
+    head_dim=128,
+    causal=True,
+    key_ranges=1,
+    ranges_of="b",
+    backward=False,
+)
+CUT = [
+    SQUARE,
+    *variants(SQUARE, head_dim=[64, 96, 256], window=[(70, 0)], dtype=["float16"], sink=[True]),
+    replace(SQUARE, head_dim=192, head_dim_v=128, softcap=3.0),
+    replace(SQUARE, ranges_of="", batch=2),
+]
+CUT_GRADIENTS = [
+    replace(case, backward=True)
+    for case in (
+        SQUARE,
+        replace(SQUARE, head_dim=64, lse_grad=False),
+        replace(SQUARE, window=(70, 0), deterministic=True, dtype="float16"),
+        replace(SQUARE, head_dim=96, heads_k=4, ranges_of="", softcap=3.0),
+    )
+]
+CUT_KINDS = ("documents", "short documents", "left", "right", "within documents", "drawn", "none")
+
+
+def parting_ranges(kind: str, batch: int, seqlen: int, rng: random.Random) -> torch.Tensor | None:
+    """(batch, 1, seqlen, 2), None for those that a case draws by itself."""
+    place = torch.arange(seqlen)
+    if kind == "drawn":
+        return None
+    if kind in ("left", "right"):
+        real = torch.tensor([rng.randint(0, seqlen) for _ in range(batch)])
+        shown = place < real[:, None] if kind == "right" else place >= seqlen - real[:, None]
+        return masks.padding(shown).expand(batch, 1, seqlen, 2)
+    if kind == "none":
+        return torch.zeros(batch, 1, seqlen, 2, dtype=torch.int32)
+    rows = []
+    for _ in range(batch):
+        longest = 90 if kind == "short documents" else 500
+        lengths = [rng.randint(1, longest) for _ in range(seqlen)]
+        rows.append(torch.arange(seqlen).repeat_interleave(torch.tensor(lengths))[:seqlen])
+    found = masks.documents(torch.stack(rows)).clone()
+    if kind == "within documents":
+        found[..., 0] = torch.maximum(found[..., 0], place - rng.randint(0, 150))
+    return found
+
+
+def is_within_budget(case: Case, kind: str, runner: Prepared) -> None:
+    built = build(case, "cuda")
+    rng = random.Random(f"{case} {kind}")
+    found = parting_ranges(kind, built.x.key_ranges.shape[0], case.seqlen_q, rng)
+    if found is not None:
+        shared = built.x.key_ranges[:, :1] if case.ranges_of else built.x.key_ranges[:1, :1]
+        shared.copy_(found[: len(shared)])
+    try:
+        check(built, backend_results(runner, built), "cuda")
+    except AssertionError as error:
+        raise AssertionError(f"{kind}, {case}") from error
+
+
+@pytest.mark.parametrize("case", CUT, ids=str)
+def test_forwards_whose_rows_are_cut_are_within_their_budget(case):
+    for seed, seqlen in enumerate((1000, 357, 128)):
+        sized = replace(case, seqlen_q=seqlen, seqlen_k=seqlen, seed=case.seed + seed)
+        for kind in CUT_KINDS:
+            runner = Prepared("hopper+cuts_rows=1")
+            is_within_budget(sized, kind, runner)
+            assert runner.plan.configs["hopper.forward"].cuts_rows
+
+
+@pytest.mark.parametrize("case", CUT_GRADIENTS, ids=str)
+def test_gradients_whose_rows_are_cut_are_within_their_budget(case):
+    for seed, seqlen in enumerate((1000, 357, 128)):
+        sized = replace(case, seqlen_q=seqlen, seqlen_k=seqlen, seed=case.seed + seed)
+        for kind in CUT_KINDS:
+            runner = Prepared("hopper+cuts_rows=1")
+            is_within_budget(sized, kind, runner)
+            assert runner.plan.configs["hopper.backward"].cuts_rows
+
+
+# Kernels of random problems whose rows are cut, by hand.
+CUT_KERNELS = drawn_rows(
+    {
+        "head_dim": (64, 128),
+        "window": ((-1, -1), (-1, -1), (90, 0)),
+        "group": (1, 2),
+        "ranges_of": ("b", "b", ""),
+        "deterministic": (False, False, True),
+        "dtype": ("bfloat16", "float16"),
+    },
+    8,
+    4714 + FRESH,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("kernels", range(len(CUT_KERNELS)))
+def test_random_problems_whose_rows_are_cut_are_within_their_budget(part, kernels):
+    of = dict(CUT_KERNELS[kernels])
+    heads = 2 * of.pop("group")
+    for i in range(OF_A_PART):
+        number = (kernels * PARTS + part) * OF_A_PART + i
+        rng = random.Random(number)
+        rows = rng.randint(65, 1500)
+        sizes = {"batch": rng.randint(1, 3), "seqlen_q": rows, "seqlen_k": rows}
+        case = replace(SQUARE, **of, **sizes, heads_q=heads, backward=True, seed=number)
+        is_within_budget(case, rng.choice(CUT_KINDS), Prepared("hopper+cuts_rows=1"))
+
+
 def test_a_captured_call_reads_the_masks_of_its_replay():
     q, k, v = torch.randn(3, 1, 1000, 4, 128, device="cuda", dtype=torch.bfloat16).unbind(0)
     ranges = torch.zeros(1, 1, 1000, 2, dtype=torch.int32, device="cuda")
@@ -212,6 +328,29 @@ def test_a_captured_call_reads_the_masks_of_its_replay():
     begin = torch.arange(1000, device="cuda", dtype=torch.int32) // 300 * 300
     for first in (begin, begin // 2, begin * 0):
         ranges[0, 0, :, 0], ranges[0, 0, :, 1] = first, 1000
+        graph.replay()
+        assert torch.equal(out, called())
+        seen = torch.arange(1000, device="cuda") >= first[:, None]
+        want = heedful.flash_attn_func(q, k, v, causal=True, bias=seen)
+        torch.testing.assert_close(out, want, atol=0.02, rtol=0.02)
+
+
+def test_a_captured_call_cuts_the_rows_of_its_replay():
+    q, k, v = torch.randn(3, 2, 1000, 4, 128, device="cuda", dtype=torch.bfloat16).unbind(0)
+    ranges = torch.zeros(2, 1, 1000, 2, dtype=torch.int32, device="cuda")
+    backend = named("hopper", cuts_rows=1)
+
+    def called():
+        return heedful.flash_attn_func(q, k, v, causal=True, key_ranges=ranges, backend=backend)
+
+    called()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with graph_capture(graph):
+        out = called()
+    place = torch.arange(1000, device="cuda", dtype=torch.int32)
+    for first in (place // 300 * 300, place // 2, place * 0, place // 7 * 7):
+        ranges[..., 0], ranges[..., 1] = first, 1000
         graph.replay()
         assert torch.equal(out, called())
         seen = torch.arange(1000, device="cuda") >= first[:, None]

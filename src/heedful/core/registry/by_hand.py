@@ -13,12 +13,12 @@ _BACKWARD = ("draws", "last_waves", "splits", "heads_innermost")
 OPTIONS = {
     "hopper.backward": (
         *(*_BACKWARD, "block_n", "tail_splits", "dk_in_keys", "rotates", "hides_rows"),
-        *("num_stages", "k_stages"),
+        *("num_stages", "k_stages", "cuts_rows"),
     ),
     "hopper.backward_pair": _BACKWARD,
     "hopper.backward_wide": _BACKWARD,
     "hopper.backward_halves": _BACKWARD,
-    "hopper.forward": ("key_splits", "part_keys"),
+    "hopper.forward": ("key_splits", "part_keys", "cuts_rows"),
     "hopper.wide_forward": ("block_m", "num_stages", "key_splits"),
     "decode.forward": (
         *("block_m", "block_n", "num_warps", "num_stages"),

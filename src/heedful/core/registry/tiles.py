@@ -264,7 +264,8 @@ class HopperForwardConfig(HopperConfig):
     64. stored_stages: stages of keys, and of values, as a quantised cache stores them; 0 = they
     need no conversion. key_splits: a number of splits to measure; 0 = as core/planning/splits.py
     chooses. part_keys: as of `PortablePartsConfig`; one key split then stands for programs that
-    take all parts in turn.
+    take all parts in turn. cuts_rows: dense rows with key_ranges are packed sequences, cut where
+    rows part, if all heads have the same ranges.
     """
 
     v_stages: int = 0
@@ -276,6 +277,7 @@ class HopperForwardConfig(HopperConfig):
     stored_stages: int = 0
     key_splits: int = 0
     part_keys: int = 0
+    cuts_rows: bool = False
 
     @property
     def value_stages(self) -> int:
@@ -303,7 +305,12 @@ class HopperForwardConfig(HopperConfig):
             rescale = "exact"
         fits = _results_fit(problem, tail_d, tail_e)
         made = replace(
-            self, tail_d=tail_d, tail_e=tail_e, rescale=rescale, out_in_q=self.out_in_q and fits
+            self,
+            tail_d=tail_d,
+            tail_e=tail_e,
+            rescale=rescale,
+            out_in_q=self.out_in_q and fits,
+            cuts_rows=self.cuts_rows and may_cut_rows(problem),
         )
         if not problem.block_mask:
             return made
@@ -390,7 +397,8 @@ class HopperBackwardConfig(TileConfig):
     have had as many; 0: core/planning/splits.py chooses. dk_in_keys: dK is stored through the
     shared memory of its keys, in dense calls where these have two stages. rotates: without a mask,
     each key tile's visits begin with another query tile; under a causal mask those that need no
-    mask, where heads are not innermost.
+    mask, where heads are not innermost. cuts_rows: as of `HopperForwardConfig`, without a sink; no
+    rows are hidden by `hides_rows` then.
     """
 
     dout_stages: int = 2
@@ -408,6 +416,7 @@ class HopperBackwardConfig(TileConfig):
     tail_splits: int = 1
     dk_in_keys: bool = False
     rotates: bool = False
+    cuts_rows: bool = False
 
     def _may_rotate(self, problem: AttentionProblem) -> bool:
         mask = problem.mask
@@ -415,11 +424,13 @@ class HopperBackwardConfig(TileConfig):
         return _is_dense(problem) and (is_causal or not problem.is_masked)
 
     def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
+        cuts_rows = self.cuts_rows and may_cut_rows(problem) and not problem.sink
         made = replace(
             self,
             heads_innermost=self.heads_innermost and _is_triangle(problem),
-            hides_rows=self.hides_rows and _has_one_range(problem),
+            hides_rows=self.hides_rows and _has_one_range(problem) and not cuts_rows,
             rotates=self.rotates and self._may_rotate(problem),
+            cuts_rows=cuts_rows,
         )
         if self.dq_regs is not None and self.block_n == CONSUMER_ROWS:
             # Each has two stages of queries, and work tiles half as many keys.
@@ -440,6 +451,18 @@ def _is_dense(problem: AttentionProblem) -> bool:
 def _has_one_range(problem: AttentionProblem) -> bool:
     """Whether each row has one range of keys, and no list."""
     return problem.key_ranges == 1 and problem.block_mask == 0
+
+
+def may_cut_rows(problem: AttentionProblem) -> bool:
+    """Whether rows of dense sequences with one range each may be cut where they part: under a
+    causal mask, whose diagonal is that of each piece."""
+    mask = problem.mask
+    is_square = problem.seqlen_q == problem.seqlen_k and mask.right == 0 and mask.shift == 0
+    ragged = problem.varlen_q or problem.varlen_k or problem.used_q or problem.ragged_k
+    modified = problem.alibi or problem.bias or problem.rel_bias or problem.dropout_p > 0
+    others = problem.q_offsets or problem.invariant or problem.out_dtype != problem.dtype
+    plain = not (ragged or modified or others or problem.num_splits > 1)
+    return _has_one_range(problem) and is_square and plain and problem.near_rows
 
 
 def _is_triangle(problem: AttentionProblem) -> bool:
@@ -511,6 +534,10 @@ MERGE_PARTS = RowsConfig(16)
 # Programs that share the tokens outside of all packed sequences: about one for each SM.
 CLEARING_PROGRAMS = 128
 VARLEN_SCHEDULER = RowsConfig(1024)  # sequences that a program looks at at once
+# Dense rows with key_ranges are cut at most once in so many; blocks of these that programs of the
+# two kernels look at at once.
+CUT_ROWS = 128
+PART_BLOCKS, CUT_BLOCKS = RowsConfig(8), RowsConfig(512)
 # The kernel that transposes V before fp8 attention: keys of a block, at multiples of which packed
 # sequences begin; packed sequences that a program looks at at once.
 V_T_KEYS = 128

@@ -11,6 +11,7 @@ from heedful.kernels.args.kinds import (
     Out,
     Ptr,
     RelativeBias,
+    RowArray,
     Rows,
     ScoreArray,
 )
@@ -89,7 +90,9 @@ class HopperTileOrder(NamedTuple):
     """tiles: work tiles of one split. row_blocks: row tiles of one head. l2_heads: heads whose
     tiles are scheduled together. l2_groups: such groups before the last one. varlen_tiles: the work
     tiles of packed queries, see varlen_scheduler.py. tile_counter: the counter of the dynamic
-    scheduler, see tile_scheduler.py."""
+    scheduler, see tile_scheduler.py. entry_rows: rows of a batch entry, if packed sequences are
+    pieces of entries, see forward/cut_rows.py, and last_tiles the least work tiles of a sequence's
+    last group then; else both are None."""
 
     tiles: Num
     row_blocks: Num
@@ -98,6 +101,8 @@ class HopperTileOrder(NamedTuple):
     varlen_tiles: In[Ptr]
     tile_counter: InOut[Ptr]
     hulls: KeyHulls
+    entry_rows: Num
+    last_tiles: Num
 
 
 class SplitKV(NamedTuple):
@@ -247,6 +252,28 @@ class HullIO(NamedTuple):
     heads: Num
     blocks: Num
     entries: Num
+
+
+class CutIO(NamedTuple):
+    """ranges: of all heads. parts: int32, two numbers of each block of rows. tokens: int32, where
+    sequences begin. Both: see forward/cut_rows.py. rows, blocks: of a batch entry."""
+
+    ranges: In[RowArray]
+    parts: InOut[Ptr]
+    tokens: Out[Ptr]
+    rows: Num
+    blocks: Num
+
+
+class CutHullIO(NamedTuple):
+    """tokens: as `CutIO` has them, (sequences + 1,). ranges: int32 (tokens, 2), which count from
+    the first key of their sequence. key_hulls: as in `HullIO`. rows: of a batch entry."""
+
+    tokens: In[Ptr]
+    ranges: Out[Ptr]
+    key_hulls: Out[Ptr]
+    sequences: Num
+    rows: Num
 
 
 class SeenListsIO(NamedTuple):

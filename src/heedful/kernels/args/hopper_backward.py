@@ -35,12 +35,16 @@ class HopperBackwardIO(NamedTuple):
 
 class HopperBackwardSizes(NamedTuple):
     """group: query heads of a KV head. scale: of raw scores. accum_rows: rows of a query head in
-    dq_accum, where each sequence is rounded up to whole tiles."""
+    dq_accum, where each sequence is rounded up to whole tiles. sequences, entry_rows: packed
+    sequences, and rows of a batch entry, if sequences are pieces of entries, see
+    hopper/forward/cut_rows.py; else None."""
 
     heads_k: Num
     group: Num
     scale: Num
     accum_rows: Num
+    sequences: Num
+    entry_rows: Num
 
 
 class BackwardHulls(NamedTuple):
@@ -57,7 +61,7 @@ class BackwardHulls(NamedTuple):
 class QueryHullIO(NamedTuple):
     """query_hulls: int32 (entries, 4 or 5). heads: KV heads that have entries of their own, and how
     many query heads each of them has. blocks: key tiles of the longest sequence. entries: of a
-    head."""
+    head. sequences: packed ones, if there is a program for each entry; else None."""
 
     of_keys: KeyHulls
     query_hulls: Out[Ptr]
@@ -65,6 +69,7 @@ class QueryHullIO(NamedTuple):
     group: Num
     blocks: Num
     entries: Num
+    sequences: Num
 
 
 class BackwardLists(NamedTuple):
@@ -117,7 +122,7 @@ class HopperBackwardOrder(NamedTuple):
     in dq_accum, how many key tiles have been added to it; None where their order is free.
 
     parts: of work tiles that are split. hulls: of rows with key_ranges; else its fields are None.
-    lists: of a block mask.
+    lists: of a block mask. last_tiles: as in HopperTileOrder.
     """
 
     tiles: Num
@@ -130,6 +135,7 @@ class HopperBackwardOrder(NamedTuple):
     parts: BackwardParts
     hulls: BackwardHulls
     lists: BackwardLists
+    last_tiles: Num
 
 
 class HopperBackwardTile(NamedTuple):

@@ -58,9 +58,15 @@ def row_range(pointers, rows_M, place, mask: Mask):
     """(begin, end) of the range of each row at `pointers`, cut to the keys that exist and that the
     window shows, leading keys aside; a range that shows nothing begins at len_k and ends at 0."""
     exists_M = rows_M < place.seq.len_q
-    len_k = place.seq.len_k
     begin_M = tl.maximum(tl.load(pointers, mask=exists_M, other=0), 0)
-    end_M = tl.minimum(tl.load(pointers + 1, mask=exists_M, other=0), len_k)
+    end_M = tl.minimum(tl.load(pointers + 1, mask=exists_M, other=0), place.seq.len_k)
+    return cut_range(begin_M, end_M, rows_M, place, mask)
+
+
+@triton.jit
+def cut_range(begin_M, end_M, rows_M, place, mask: Mask):
+    """`row_range` of ranges of keys that exist."""
+    len_k = place.seq.len_k
     if mask.HAS_RIGHT:
         end_M = tl.minimum(end_M, rows_M + place.seq.off + mask.right + 1)
     if mask.HAS_LEFT:

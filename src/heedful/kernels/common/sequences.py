@@ -13,6 +13,8 @@ from heedful.kernels.common.rows import wide
 
 # No diagonal is moved so far: `core.base.numbers.FAR`.
 FARTHEST = tl.constexpr(1 << 29)
+# Sequences that `tile_of_sequences` looks at together.
+SEQUENCES = tl.constexpr(256)
 
 
 @triton.jit
@@ -105,6 +107,21 @@ def seqlens_of(b, x: Sequences, mask: Mask, longest_q=None, longest_k=None):
         stored_k=stored_k,
         off=off,
     )
+
+
+@triton.jit
+def tile_of_sequences(number, cu_seqlens, batch, TILE: tl.constexpr):
+    """(sequence, first row) of a tile of TILE rows, where tiles are numbered over all packed
+    sequences, and sequence b begins with tile cu_seqlens[b] // TILE + b. The tile may be past its
+    sequence's rows."""
+    before = 0
+    for first in range(0, batch, SEQUENCES):
+        sequence_B = first + tl.arange(0, SEQUENCES)
+        exists_B = sequence_B < batch
+        token_B = tl.load(cu_seqlens + sequence_B, mask=exists_B, other=0)
+        before += tl.sum((exists_B & (token_B // TILE + sequence_B <= number)).to(tl.int32), 0)
+    b = before - 1
+    return b, (number - (tl.load(cu_seqlens + b) // TILE + b)) * TILE
 
 
 @triton.jit

@@ -11,11 +11,13 @@ from heedful.core.registry.tiles import (
     HopperWideConfig,
     tile_dim,
 )
-from heedful.launch.bind import groups, hopper_groups, portable
+from heedful.launch.bind import groups, hopper_cuts, hopper_groups, portable
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, with_scratch
 from heedful.launch.spec import KernelCall, Program, TensorMap
 
+# Arrays with a row for each token.
+_OF_TOKENS = ("q", "k", "v", "out")
 SWIZZLE = maps.SWIZZLE_BYTES // 2  # elements of a swizzled row of shared memory
 
 
@@ -26,6 +28,9 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     kernel = next(name for name in plan.configs if name.startswith("hopper."))
     sizes, config = plan.sizes(), plan.configs[kernel]
     assert isinstance(config, HopperForwardConfig)
+    is_whole = not plan.is_split
+    if config.cuts_rows and is_whole and hopper_cuts.are_cut(problem, buffers, *_OF_TOKENS):
+        return _cut_forward(problem, plan, buffers, kernel)
     hides = problem.block_mask and not groups.block_lists(problem, buffers, "block_rows").IS_PLAIN
     if hides:
         lists = hopper_groups.seen_lists(problem, buffers)
@@ -56,6 +61,32 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
         # The first split includes the sink: a merge would add it to unused rows, too.
         calls.append(portable.combine_call(buffers, has_sink=False, begins_early=True))
     return Program(tuple(calls), sizes.workspaces)
+
+
+def _cut_forward(problem: AttentionProblem, plan: Plan, buffers: Buffers, kernel: str) -> Program:
+    """`forward` of a dense call whose rows are cut into packed sequences."""
+    packed = hopper_cuts.packed_problem(problem)
+    config = plan.configs[kernel]
+    assert isinstance(config, HopperForwardConfig)
+    sizes = hopper_cuts.forward_sizes(packed, plan, kernel)
+    arrays = hopper_cuts.packed_buffers(packed, buffers, *_OF_TOKENS)
+    workspaces = (*sizes.workspaces, *hopper_cuts.scratch(arrays))
+    arrays, dense = (
+        {**each, **{w.name: w.buffer for w in workspaces}} for each in (arrays, buffers)
+    )
+    attention = hopper_groups.forward_call(
+        packed,
+        config,
+        sizes.launches[kernel],
+        arrays,
+        _maps(packed, config, arrays),
+        entry_rows=problem.seqlen_q,
+    )
+    calls = (hopper_groups.varlen_call(packed, config, sizes, arrays, {}), attention)
+    scheduled, attention = Program(calls).renamed(hopper_cuts.NAMES).calls
+    cuts = hopper_cuts.cut_calls(problem, dense)
+    hulls = hopper_cuts.hulls_call(problem, packed, sizes, dense)
+    return Program((*cuts, scheduled, hulls, attention), workspaces)
 
 
 def _maps(

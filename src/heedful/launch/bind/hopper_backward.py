@@ -2,6 +2,7 @@
 kernel computes dK, dV and these sums; the epilogue makes dQ from them."""
 
 from dataclasses import replace
+from typing import Any
 
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import Plan
@@ -15,13 +16,15 @@ from heedful.core.registry.tiles import (
 )
 from heedful.kernels.args import hopper_backward as args
 from heedful.kernels.args.kinds import Rows
-from heedful.launch.bind import groups, hopper_groups, portable
+from heedful.launch.bind import groups, hopper_cuts, hopper_groups, portable
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, number, pointer, stride, with_scratch
 from heedful.launch.spec import KernelCall, KernelRef, Pointer, Program, Scalar, absent
 
 # Warps of prologue and epilogue: their time is that of the bytes, which they read and write once.
 _ROWS_WARPS = 4
+# Arrays with a row for each token.
+_OF_TOKENS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 _ORDER = ("tiles", "key_blocks", "l2_heads", "l2_groups")
 _MODULES = {
     "backward_prologue": "backward.prologue",
@@ -40,11 +43,15 @@ _FAR_BLOCK = 16
 
 def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """The launches that compute dq, dk, dv, and dbias and dsink where there are such buffers."""
-    stored_k = None if problem.varlen_k else buffers["k"].shape[1]
-    sizes = plan.sizes(direction="backward", stored_k=stored_k)
     kernel = plan.variant_of("backward").configs[0]
     config = plan.configs[kernel]
     assert isinstance(config, HopperBackwardConfig)
+    if config.cuts_rows and hopper_cuts.are_cut(problem, buffers, *_OF_TOKENS):
+        made = _cut_backward(problem, plan, kernel, config, buffers)
+        if made is not None:
+            return made
+    stored_k = None if problem.varlen_k else buffers["k"].shape[1]
+    sizes = plan.sizes(direction="backward", stored_k=stored_k)
     if problem.block_mask:
         visits = _visits(problem, config, buffers)
         sizes = replace(sizes, workspaces=(*sizes.workspaces, visits))
@@ -62,6 +69,38 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
     ]
     calls += portable.calls_beside(problem, plan, buffers)
     return Program(tuple(calls), sizes.workspaces)
+
+
+def _cut_backward(
+    problem: AttentionProblem,
+    plan: Plan,
+    kernel: str,
+    config: HopperBackwardConfig,
+    buffers: Buffers,
+) -> Program | None:
+    """`backward` of a dense call whose rows are cut into packed sequences; None where visits are
+    split."""
+    packed = hopper_cuts.packed_problem(problem)
+    sizes = hopper_cuts.backward_sizes(packed, plan, kernel)
+    if any(w.name == "partials" for w in sizes.workspaces):
+        return None
+    arrays = hopper_cuts.packed_buffers(packed, buffers, *_OF_TOKENS)
+    workspaces = (*sizes.workspaces, *hopper_cuts.scratch(arrays))
+    arrays, dense = (
+        {**each, **{w.name: w.buffer for w in workspaces}} for each in (arrays, buffers)
+    )
+    rows = problem.seqlen_q
+    calls = (
+        _schedule_call(packed, config, sizes, arrays),
+        _query_hulls_call(packed, config, sizes, arrays, packed.batch),
+        _prologue_call(packed, config, sizes, arrays, rows),
+        _backward_call(packed, kernel, config, sizes, arrays),
+        _epilogue_call(packed, kernel, config, sizes, arrays, rows),
+    )
+    scheduled, *others = Program(calls).renamed(hopper_cuts.NAMES).calls
+    cuts = hopper_cuts.cut_calls(problem, dense)
+    hulls = hopper_cuts.hulls_call(problem, packed, sizes, dense)
+    return Program((*cuts, scheduled, hulls, *others), workspaces)
 
 
 def _rows_call(
@@ -83,12 +122,18 @@ def _kernel(function: str, dialect: str = "triton") -> KernelRef:
     return KernelRef(module, function, dialect)
 
 
-def _sizes(problem: AttentionProblem, buffers: Buffers) -> args.HopperBackwardSizes:
+def _sizes(
+    problem: AttentionProblem, buffers: Buffers, entry_rows: int | None = None
+) -> args.HopperBackwardSizes:
+    """entry_rows: rows of a batch entry of which packed sequences are pieces."""
+    is_cut = entry_rows is not None
     return args.HopperBackwardSizes(
         heads_k=Scalar(problem.heads_k),
         group=Scalar(problem.group),
         scale=number(problem.scale),
         accum_rows=Scalar(buffers["dq_accum"].shape[1]),
+        sequences=Scalar(problem.batch) if is_cut else None,
+        entry_rows=Scalar(entry_rows) if entry_rows is not None else None,
     )
 
 
@@ -115,14 +160,20 @@ def _schedule_call(
 
 
 def _query_hulls_call(
-    problem: AttentionProblem, config: HopperBackwardConfig, sizes: Sizes, buffers: Buffers
+    problem: AttentionProblem,
+    config: HopperBackwardConfig,
+    sizes: Sizes,
+    buffers: Buffers,
+    sequences: int | None = None,
 ) -> KernelCall:
-    """The launch that finds which query tiles see a key tile by their key_ranges."""
+    """The launch that finds which query tiles see a key tile by their key_ranges. sequences: as of
+    `QueryHullIO`."""
     launch = sizes.launches["hopper.query_hulls"]
     heads, group = problem.heads_k, problem.group
     if not hopper_groups.own_ranges(buffers):
         heads, group = 1, 1
-    numbers = groups.scalars(heads=heads, group=group, **launch.numbers)
+    numbers: dict[str, Any] = groups.scalars(heads=heads, group=group, **launch.numbers)
+    numbers["sequences"] = None if sequences is None else Scalar(sequences)
     of_keys = hopper_groups.key_hulls(problem, buffers)
     parameters = {
         "io": groups.arrays(args.QueryHullIO, buffers, of_keys=of_keys, **numbers),
@@ -133,7 +184,9 @@ def _query_hulls_call(
         "BLOCK_N": config.block_n,
         "HIDES_ROWS": config.hides_rows,
     }
-    grid = (launch.numbers["blocks"] * problem.batch * heads, 1, 1)
+    grid = launch.grid
+    if sequences is None:
+        grid = (launch.numbers["blocks"] * problem.batch * heads, 1, 1)
     return KernelCall(_kernel("query_hulls"), grid, parameters, {"num_warps": _ROWS_WARPS})
 
 
@@ -212,7 +265,11 @@ def _hulls(
 
 
 def _prologue_call(
-    problem: AttentionProblem, config: HopperBackwardConfig, sizes: Sizes, buffers: Buffers
+    problem: AttentionProblem,
+    config: HopperBackwardConfig,
+    sizes: Sizes,
+    buffers: Buffers,
+    entry_rows: int | None = None,
 ) -> KernelCall:
     divisor = portable.shared_divisor(buffers, ("out", "dout"))
     of_scores = portable.shared_divisor(buffers, ("q", "k"))
@@ -226,7 +283,7 @@ def _prologue_call(
         ),
         far=groups.arrays(args.FarRowsIO, buffers, of_scores),
         params=params._replace(dropout=None),
-        sizes=_sizes(problem, buffers),
+        sizes=_sizes(problem, buffers, entry_rows),
         BLOCK_M=config.block_m,
         D=product_dim(problem.head_dim),
         E=problem.head_dim_v,
@@ -253,6 +310,7 @@ def _epilogue_call(
     config: HopperBackwardConfig,
     sizes: Sizes,
     buffers: Buffers,
+    entry_rows: int | None = None,
 ) -> KernelCall:
     splits = _splits(buffers)
     # The main kernel stores gradients that are not split.
@@ -264,7 +322,7 @@ def _epilogue_call(
         programmatic=True,
         io=groups.arrays(args.BackwardEpilogueIO, buffers, 8, **aligned, **whole),
         seqs=groups.sequences(problem, buffers),
-        sizes=_sizes(problem, buffers),
+        sizes=_sizes(problem, buffers, entry_rows),
         **{"k_blocks": None, **splits},
         tail=_tail(
             sizes.launches[kernel], config, sizes.launches["hopper.backward_epilogue"].grid[0]
@@ -345,6 +403,7 @@ def _backward_call(
                 parts=_parts(launch, buffers),
                 hulls=_hulls(problem, config, sizes.launches.get("hopper.query_hulls"), buffers),
                 lists=_lists(problem, buffers),
+                last_tiles=_last_tiles(launch),
             ),
             tile=groups.constants(
                 args.HopperBackwardTile,
@@ -362,6 +421,11 @@ def _backward_call(
     return KernelCall(
         ref, launch.grid, parameters, options, cluster=config.programs, programmatic=True
     )
+
+
+def _last_tiles(launch: LaunchSizes) -> Scalar | None:
+    number = launch.numbers.get("last_tiles")
+    return None if number is None else Scalar(number)
 
 
 def _rows_between(problem: AttentionProblem, buffers: Buffers) -> dict[str, Scalar | None]:

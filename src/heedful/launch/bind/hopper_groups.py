@@ -43,14 +43,15 @@ def forward_call(
     splits: int | None = None,
     transpose: args.TransposeV | None = None,
     begins_early: bool = False,
+    entry_rows: int | None = None,
 ) -> KernelCall:
     """The launch of the attention. tensor_maps: of q, k, v and out. lse: the name of the
     log-sum-exp's buffer, if there is one. splits: as of `_split_kv`. There is no map of a float32
-    out."""
+    out. entry_rows: as of `HopperTileOrder`."""
     split = _split_kv(problem, config, buffers, splits)
     parameters = {
         "io": args.HopperIO(**{"out": None, **tensor_maps}, lse=pointer(buffers, lse)),
-        "params": _params(problem, config, launch, buffers, split),
+        "params": _params(problem, config, launch, buffers, split, entry_rows),
         "transpose": transpose,
         "BEGINS_EARLY": begins_early,
     }
@@ -69,6 +70,7 @@ def _params(
     launch: LaunchSizes,
     buffers: Buffers,
     split: args.SplitKV,
+    entry_rows: int | None,
 ) -> args.HopperParams:
     """The groups that the roles of a forward share."""
     return args.HopperParams(
@@ -77,7 +79,7 @@ def _params(
         **scores(problem, buffers),
         kv=groups.kv_layout(problem.page_size, buffers),
         kv_rows=kv_rows(problem, buffers),
-        order=_tile_order(problem, launch, buffers),
+        order=_tile_order(problem, launch, buffers, entry_rows),
         split=split,
         stages=_stages(config),
         tile=_tile(problem, config, is_split=split.partials is not None),
@@ -163,9 +165,10 @@ def kv_rows(problem: AttentionProblem, buffers: Buffers) -> args.KVRows:
 
 
 def _tile_order(
-    problem: AttentionProblem, launch: LaunchSizes, buffers: Buffers
+    problem: AttentionProblem, launch: LaunchSizes, buffers: Buffers, entry_rows: int | None
 ) -> args.HopperTileOrder:
-    numbers = groups.scalars(**launch.numbers)
+    numbers: dict[str, Any] = {"last_tiles": None, **groups.scalars(**launch.numbers)}
+    numbers["entry_rows"] = None if entry_rows is None else Scalar(entry_rows)
     hulls = key_hulls(problem, buffers)
     return groups.arrays(args.HopperTileOrder, buffers, **numbers, hulls=hulls)
 
@@ -324,7 +327,7 @@ def varlen_call(
 ) -> KernelCall:
     """The launch of the varlen scheduler, before the attention kernel: it lists the tiles of packed
     queries in order, and clears tokens of no sequence in `results`: the buffers of "lse", which may
-    have a dim of splits, and of "out", if it is there."""
+    have a dim of splits, and of "out", those that are there."""
     launch = sizes.launches["hopper.varlen_scheduler"]
     out = buffers[results["out"]] if "out" in results else None
     row = head = None
@@ -348,7 +351,7 @@ def varlen_call(
         cu_q=pointer(buffers, "cu_seqlens_q"),
         cu_k=pointer(buffers, "cu_seqlens_k"),
         out=pointer(buffers, results["out"], True) if out is not None else None,
-        lse=pointer(buffers, results["lse"]),
+        lse=pointer(buffers, results["lse"]) if "lse" in results else None,
         stride_om=row,
         stride_oh=head,
     )

@@ -88,6 +88,7 @@ class Forward:
             fp8=SimpleNamespace() if fp8 else None,
             dropout=SimpleNamespace(IS_ON=not fp8, inverse_keep=np.float32(KEEP)),
             split=parts,
+            order=SimpleNamespace(entry_rows=None),
         )
         self.outputs = SimpleNamespace(lse=Memory(self.lse))
         self.tile = SimpleNamespace(

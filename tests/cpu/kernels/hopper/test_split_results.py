@@ -89,6 +89,7 @@ def params_of(is_packed: bool, group: int, splits: int | None) -> Any:
         seqs=Sequences(cu_q, None, None, None, None, rows, None, None),
         gqa=Gqa(tensor(KV_HEADS), tensor(1), tensor(group), 1 << (group - 1).bit_length()),
         split=split,
+        order=types.SimpleNamespace(entry_rows=None),
     )
 
 
@@ -139,6 +140,28 @@ def test_every_row_of_every_split_has_a_place_of_its_own(is_packed, group, split
                 functions["store_partial"](acc, tile, row, tensor(split), params, 0)
                 found = language.written[1]
                 assert sorted(found) == sorted(out[split, entry, rows, own].ravel())
+
+
+def test_every_row_of_a_piece_has_its_place_in_its_batch_entry():
+    params = params_of(True, 1, None)
+    params.order.entry_rows = tensor(LENGTH)
+    lse = np.arange(TOTAL * KV_HEADS).reshape(BATCH, KV_HEADS, LENGTH)
+    none = np.zeros(ROWS, np.float32).view(Tensor)
+    for entry in range(BATCH):
+        for head in range(KV_HEADS):
+            for first, last in ((0, 5), (5, LENGTH)):
+                seq = types.SimpleNamespace(
+                    token_q=tensor(entry * LENGTH + first),
+                    len_q=tensor(last - first),
+                    stored_q=tensor(last - first),
+                )
+                tile = types.SimpleNamespace(batch=tensor(9), head=tensor(head), seq=seq)
+                language = Language()
+                store = hosted(language)["store_lse"]
+                store(tensor(0, np.int64), none, tile, tensor(0), tensor(0), params, 0)
+                (found,) = language.written
+                stop = min(first + ROWS, last)
+                assert sorted(found) == sorted(lse[entry, head, first:stop].ravel())
 
 
 @pytest.mark.parametrize("group", [1, 3, 4])

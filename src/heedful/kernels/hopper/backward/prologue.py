@@ -18,7 +18,13 @@ from heedful.kernels.args.kinds import RowVector
 from heedful.kernels.args.shared import PortableParams
 from heedful.kernels.common.rows import load_rows, row_base, wide
 from heedful.kernels.common.scores import head_mods
-from heedful.kernels.common.sequences import Place, Seqlens, place_of, sequence
+from heedful.kernels.common.sequences import (
+    Place,
+    Seqlens,
+    place_of,
+    sequence,
+    tile_of_sequences,
+)
 from heedful.kernels.common.statistics import row_deltas, row_statistics
 from heedful.kernels.hopper.backward.far_rows import far_rows, is_far, lse_log2
 from heedful.kernels.hopper.backward.p_scale import p_scale_log2
@@ -36,13 +42,54 @@ def accum_begin(b, cu_seqlens, seqlen, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def tell_far_rows(lse: RowVector, far: FarRowsIO, row0, place, params, P_SCALE_LOG2: tl.constexpr):
+def dense_place(place, sizes: HopperBackwardSizes):
+    """Where a sequence's rows lie in results of the forward: as they do, or in the batch entry of
+    which the sequence is a piece."""
+    if sizes.entry_rows is None:
+        return place
+    else:
+        seq = place.seq
+        entry = seq.token_q // sizes.entry_rows
+        seq = Seqlens(
+            token_q=seq.token_q - entry * sizes.entry_rows,
+            len_q=seq.len_q,
+            stored_q=seq.stored_q,
+            token_k=seq.token_k,
+            len_k=seq.len_k,
+            stored_k=seq.stored_k,
+            off=seq.off,
+        )
+        return Place(wide(entry), place.h, place.g, seq)
+
+
+@triton.jit
+def row_places(lse: RowVector, rows_M, place, sizes: HopperBackwardSizes, seqlen_q):
+    """(where rows of a sequence are in lse, where in scratch of one number a row): the same places,
+    unless the sequence is a piece of a batch entry."""
+    dense = dense_place(place, sizes)
+    places_M = dense.b * lse.stride_b + dense.h * lse.stride_h + dense.seq.token_q + rows_M
+    if sizes.entry_rows is None:
+        return places_M, places_M
+    else:
+        return places_M, place.h * seqlen_q + place.seq.token_q + rows_M
+
+
+@triton.jit
+def tell_far_rows(
+    lse: RowVector,
+    far: FarRowsIO,
+    row0,
+    place,
+    params,
+    sizes: HopperBackwardSizes,
+    P_SCALE_LOG2: tl.constexpr,
+):
     """Recomputes those rows of a tile that are far from 0, and stores their numbers."""
     # ptxas: values that cross the branch to here would take registers, so all inputs are loaded
     # again.
     rows_M = row0 + tl.arange(0, params.tile.BLOCK_M)
-    places_M = place.b * lse.stride_b + place.h * lse.stride_h + place.seq.token_q + rows_M
-    lse_M = tl.load(lse.ptr + places_M, mask=rows_M < place.seq.len_q, other=float("-inf"))
+    lse_places_M, places_M = row_places(lse, rows_M, place, sizes, params.seqs.seqlen_q)
+    lse_M = tl.load(lse.ptr + lse_places_M, mask=rows_M < place.seq.len_q, other=float("-inf"))
     less_M = lse_log2(lse_M, P_SCALE_LOG2)
     far_M = is_far(less_M)
     head = head_mods(params.mods.scale, place.b, place.h, params)
@@ -70,8 +117,9 @@ def backward_prologue(
     """Stores delta in the layout of lse; sets dq_accum, turns and tile_counter to 0; recomputes far
     rows.
 
-    The grid has one program for BLOCK_M rows of a query head, q_blocks of the longest sequence. D:
-    columns of dq_accum. params.tile: the tile of far rows.
+    The grid has one program for BLOCK_M rows of a query head, q_blocks of the longest sequence, or
+    of all sequences where these are pieces of batch entries. D: columns of dq_accum. params.tile:
+    the tile of far rows.
     """
     # Meanwhile the next kernel starts its set-up, then waits.
     cuda.gdc_launch_dependents()
@@ -85,11 +133,25 @@ def backward_prologue(
     h = wide(pid // q_blocks % heads)
     b = wide(pid // q_blocks // heads)
     cu_q, seqlen_q = params.seqs.cu_q, params.seqs.seqlen_q
+    if sizes.sequences is not None:
+        b, row0 = tile_of_sequences(pid % q_blocks, cu_q, sizes.sequences, BLOCK_M)
+        b = wide(b)
     token, len_q, stored_q = sequence(b, cu_q, params.seqs.used_q, None, seqlen_q)
     if row0 >= stored_q:
         return
     rows_M = row0 + tl.arange(0, BLOCK_M)
-    places_M = b * io.lse.stride_b + h * io.lse.stride_h + token + rows_M
+    zero = wide(0)
+    seq = Seqlens(
+        token_q=token,
+        len_q=len_q,
+        stored_q=stored_q,
+        token_k=zero,
+        len_k=zero,
+        stored_k=zero,
+        off=zero,
+    )
+    place = Place(b, h, zero, seq)
+    lse_places_M, places_M = row_places(io.lse, rows_M, place, sizes, seqlen_q)
     accum_row = h * sizes.accum_rows + accum_begin(b, cu_q, seqlen_q, BLOCK_M) + row0
     sums = io.dq_accum + accum_row * D
     PART: tl.constexpr = D if D & (D - 1) == 0 else D // 3
@@ -102,20 +164,10 @@ def backward_prologue(
     dout = row_base(io.dout, b, h, token)
     o_ME = load_rows(out, io.out.stride_n, row0, len_q, E, BLOCK_M, BLOCK_E, True)
     do_ME = load_rows(dout, io.dout.stride_n, row0, len_q, E, BLOCK_M, BLOCK_E, True)
-    lse_M = tl.load(io.lse.ptr + places_M, mask=rows_M < len_q, other=float("-inf"))
+    lse_M = tl.load(io.lse.ptr + lse_places_M, mask=rows_M < len_q, other=float("-inf"))
     P_SCALE_LOG2: tl.constexpr = p_scale_log2(io.dout.ptr.dtype.element_ty)
-    zero = wide(0)
-    seq = Seqlens(
-        token_q=token,
-        len_q=len_q,
-        stored_q=stored_q,
-        token_k=zero,
-        len_k=zero,
-        stored_k=zero,
-        off=zero,
-    )
-    place = Place(b, h, zero, seq)
-    delta_M = row_deltas(o_ME, do_ME, lse_M, io.dlse, place, rows_M, rows_M < len_q)
+    dense = dense_place(place, sizes)
+    delta_M = row_deltas(o_ME, do_ME, lse_M, io.dlse, dense, rows_M, rows_M < len_q)
     less_M = lse_log2(lse_M, P_SCALE_LOG2)
     far_M = is_far(less_M)
     tl.store(io.delta + places_M, delta_M, mask=rows_M < stored_q)
@@ -129,4 +181,4 @@ def backward_prologue(
         g = h // sizes.group
         whole = place_of(b, h, g, params.seqs, params.shape, params.mask, HAS_BIAS)
         for row in range(row0, row0 + BLOCK_M, params.tile.BLOCK_M):
-            tell_far_rows(io.lse, far, row, whole, params, P_SCALE_LOG2)
+            tell_far_rows(io.lse, far, row, whole, params, sizes, P_SCALE_LOG2)

@@ -11,7 +11,7 @@ import triton.language as tl
 from heedful.kernels.args.hopper_backward import QueryHullIO
 from heedful.kernels.args.shared import Mask, Sequences, Shape
 from heedful.kernels.common.row_hulls import ROWS, first_entry, row_hulls, sees_all_or_none
-from heedful.kernels.common.sequences import place_of
+from heedful.kernels.common.sequences import place_of, tile_of_sequences
 
 # Query tiles that are looked at together.
 CHUNK = tl.constexpr(128)
@@ -28,13 +28,18 @@ def query_hulls(
     HIDES_ROWS: tl.constexpr,
 ):
     """Stores the entries. The grid has a program for each key tile of the longest sequence, of each
-    sequence and of each KV head that has ranges of its own."""
+    sequence and of each KV head that has ranges of its own; or one for each entry, if all heads
+    have the same ranges."""
     block = tl.program_id(0) % io.blocks
     bg = tl.program_id(0) // io.blocks
     b = bg // io.heads
     g = bg % io.heads
-    place = place_of(b, g, g, seqs, shape, mask, False)
     col = block * BLOCK_N
+    if io.sequences is not None:
+        b, col = tile_of_sequences(tl.program_id(0), seqs.cu_k, io.sequences, BLOCK_N)
+        block = col // BLOCK_N
+        g = b * 0
+    place = place_of(b, g, g, seqs, shape, mask, False)
     if seqs.leftpad_k is None:  # noqa: SIM102  (known when compiling, and `and` is not)
         if col >= place.seq.stored_k:
             return

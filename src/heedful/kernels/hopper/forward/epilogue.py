@@ -120,9 +120,15 @@ def store_lse(lse, lse_M, tile, row, split, params, UNUSED: gl.constexpr):
     place_M = query_position(params, row + gl.arange(0, ROWS, layout=layout))
     head = head_of(params, tile, row, layout)
     entry = entry_of(params, tile, split)
-    base = (entry * all_heads(params) + head).to(gl.int64) * params.seqs.seqlen_q
-    if params.seqs.cu_q is not None:
-        base += tile.seq.token_q
+    if params.order.entry_rows is not None:
+        # Dense results, of which the sequence is a piece.
+        entry = tile.seq.token_q // params.order.entry_rows
+        base = (entry * all_heads(params) + head).to(gl.int64) * params.order.entry_rows
+        base += tile.seq.token_q - entry * params.order.entry_rows
+    else:
+        base = (entry * all_heads(params) + head).to(gl.int64) * params.seqs.seqlen_q
+        if params.seqs.cu_q is not None:
+            base += tile.seq.token_q
     if params.seqs.used_q is not None:
         lse_M = gl.where(place_M < tile.seq.len_q, lse_M, UNUSED)
     mask_M = is_row(params, row, tile.seq.stored_q, layout)

@@ -40,21 +40,27 @@ def key_hulls(
     if row >= place.seq.stored_q:
         return
     hull, other = range_hulls(row, place, mask, tile)
+    blocks = io.blocks if seqs.cu_q is None else None
+    at = first_entry(KeyHulls(io.key_hulls, io.entries, blocks), place.seq, b, h)
+    at += block * 8
+    store_hulls(at, hull, other)
+    if FIRST_ROWS:
+        first_end, others = first_rows_and_others(row, place, mask, tile)
+        tl.store(at + 6, first_end)
+        tl.store(at + 7, others)
+
+
+@triton.jit
+def store_hulls(at, hull, other):
+    """Stores the first six numbers of an entry. other: of `range_hulls`."""
     begin = tl.where(hull.begin < hull.end, hull.begin, NOWHERE)
     end = tl.where(hull.begin < hull.end, hull.end, 0)
     other_begin = tl.where(other.begin < other.end, other.begin, NOWHERE)
     other_end = tl.where(other.begin < other.end, other.end, 0)
     is_first = begin <= other_begin
-    blocks = io.blocks if seqs.cu_q is None else None
-    at = first_entry(KeyHulls(io.key_hulls, io.entries, blocks), place.seq, b, h)
-    at += block * 8
     tl.store(at, tl.where(is_first, begin, other_begin))
     tl.store(at + 1, tl.where(is_first, end, other_end))
     tl.store(at + 2, hull.full_begin)
     tl.store(at + 3, hull.full_end)
     tl.store(at + 4, tl.where(is_first, other_begin, begin))
     tl.store(at + 5, tl.where(is_first, other_end, end))
-    if FIRST_ROWS:
-        first_end, others = first_rows_and_others(row, place, mask, tile)
-        tl.store(at + 6, first_end)
-        tl.store(at + 7, others)

@@ -17,7 +17,7 @@ from heedful.kernels.args.hopper_backward import (
 )
 from heedful.kernels.args.shared import Sequences
 from heedful.kernels.common.rows import row_base, store_rows, wide
-from heedful.kernels.common.sequences import sequence
+from heedful.kernels.common.sequences import sequence, tile_of_sequences
 from heedful.kernels.hopper.backward.columns import share_columns, sum_columns, sum_count
 from heedful.kernels.hopper.backward.p_scale import p_descale
 from heedful.kernels.hopper.backward.prologue import accum_begin
@@ -191,7 +191,8 @@ def backward_epilogue(
 
     The grid has, for each sequence, one program for BLOCK_M rows of a query head, q_blocks of the
     longest sequence; then, with splits, one for 64 keys of a KV head, k_blocks. With a tail,
-    programs for 64 keys come behind those of all sequences.
+    programs for 64 keys come behind those of all sequences. Where sequences are pieces of batch
+    entries, nothing is split, and q_blocks are those of all sequences.
     """
     # The launch begins early (KernelCall.programmatic). From here on, the sums are in memory.
     cuda.gdc_wait()
@@ -216,4 +217,8 @@ def backward_epilogue(
         key_gradients(io, seqs, sizes, b, h, row0, splits, partial_rows, tile)
         return
     h = wide(pid // q_blocks)
-    query_gradients(io, seqs, sizes, b, h, pid % q_blocks * tile.BLOCK_M, tile)
+    row0 = pid % q_blocks * tile.BLOCK_M
+    if sizes.sequences is not None:
+        b, row0 = tile_of_sequences(pid % q_blocks, seqs.cu_q, sizes.sequences, tile.BLOCK_M)
+        b = wide(b)
+    query_gradients(io, seqs, sizes, b, h, row0, tile)
