@@ -18,6 +18,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 _LINE = re.compile(
@@ -197,8 +198,10 @@ class Listing:
     text: str
 
 
+@lru_cache(maxsize=4)
 def disassemble(cubin: bytes) -> Listing:
-    """The output of cuobjdump and nvdisasm for a cubin."""
+    """The output of cuobjdump and nvdisasm for a cubin, which take up to a second. One that reads a
+    kernel asks for it several times in a row."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -1,6 +1,7 @@
 """The Hopper backward compiled for sm_90 without a GPU: what is in the loop that counts."""
 
 from collections import Counter
+from functools import lru_cache
 
 import pytest
 
@@ -38,9 +39,15 @@ def block_m(call) -> int:
 def loops_of(made) -> list[Counter]:
     """What instructions are in each loop with products, the shortest first. Waits that fail go on
     behind the code and jump back: loops to the eye, and longer than those that they are of."""
-    code, labels, branches = parse_sass(disassemble(made.code).text)
+    return _loops_of(made.code)
+
+
+@lru_cache(maxsize=1)
+def _loops_of(cubin: bytes) -> list[Counter]:
+    code, labels, branches = parse_sass(disassemble(cubin).text)
     loops = {(labels[to], at) for at, to in branches if labels.get(to, at + 1) <= at}
-    counts = [Counter(opcode(i).split(".")[0] for i in code[a : b + 1]) for a, b in loops]
+    kinds = [opcode(i).split(".")[0] for i in code]
+    counts = [Counter(kinds[a : b + 1]) for a, b in loops]
     return sorted((c for c in counts if c["HGMMA"]), key=Counter.total)
 
 
