@@ -236,6 +236,10 @@ class Part:
     left: int = 0
 
 
+def _is_captured(q: Tensor) -> bool:
+    return q.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 @dataclass(frozen=True)
 class Step:
     """A forward or a backward. shared: where other ranks read k and v, None if they are sent; told,
@@ -255,8 +259,7 @@ class Step:
         cls, rows: Rows, made: ContextPlan, on: OnDevice, backward: bool, backend: str | None
     ) -> "Step":
         q, k, v = rows
-        # Where rows are sent, a captured step has other groups.
-        is_captured = made.peers is None and q.is_cuda and torch.cuda.is_current_stream_capturing()
+        is_captured = _is_captured(q)
         facts = q.shape, k.shape, v.shape, q.dtype, backward, is_captured, backend, EPOCH.number
         found = on.kept.get(facts)
         if found is None:
@@ -266,7 +269,10 @@ class Step:
                 told = groups(q, k, v, on, backward, shared is not None)
                 heads, dims = (q.shape[1], k.shape[1]), (k.shape[-1], v.shape[-1])
                 is_little = cost.packs_little(on.schedule, heads, dims, k.itemsize)
-            left = 0 if backward or shared is None else leaves(backend)
+            # The host's time of a captured step costs nothing: ranks meet first, so that calls
+            # of two streams end together.
+            waits = backward or shared is None or is_captured
+            left = 0 if waits else leaves(backend)
             found = on.kept[facts] = cls(made, on, shared, *told, left, is_little)
         return found
 
