@@ -172,7 +172,6 @@ class Device:
                 l2_heads=Int(s.l2_heads),
                 l2_groups=Int((heads - 1) // s.l2_heads),
                 varlen_tiles=varlen,
-                last_tiles=None,
                 tile_counter=Pointer([0]) if self.draws else None,
                 turns=Pointer(self.turns) if self.in_turns else None,
                 parts=SimpleNamespace(

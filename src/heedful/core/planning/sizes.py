@@ -57,7 +57,7 @@ _L2_HEADS, _L2_HEADS_FP8 = 4, 2
 # With numerics="invariant" and lengths that only the device knows: if each SM has so many tiles,
 # programs take all their parts in turn.
 _LEAST_TURNS = 8
-LAST_WAVES = 2
+_LAST_WAVES = 2
 _L2_GROUP_TILES = 8
 # In the backward, key tiles share queries, dO and sums of dQ: these are to fill so much of L2, in
 # percent.
@@ -234,7 +234,7 @@ def _l2_swizzle(plan: "Plan", config: HopperConfig, problem: AttentionProblem) -
     if problem.varlen_q:
         return {"l2_heads": few, "l2_groups": (heads - 1) // few}
     tiles = hopper_tiles(config, problem) // heads
-    last = ceil_div(LAST_WAVES * plan.device.units, tiles)
+    last = ceil_div(_LAST_WAVES * plan.device.units, tiles)
     # With many keys and few queries all tiles take about the same time in any case.
     last = smaller(last, larger(few, heads_in_l2(problem, plan.device)))
     width = if_above(_L2_GROUP_TILES, tiles, last, few)

@@ -91,8 +91,7 @@ class HopperTileOrder(NamedTuple):
     tiles are scheduled together. l2_groups: such groups before the last one. varlen_tiles: the work
     tiles of packed queries, see varlen_scheduler.py. tile_counter: the counter of the dynamic
     scheduler, see tile_scheduler.py. entry_rows: rows of a batch entry, if packed sequences are
-    pieces of entries, see forward/cut_rows.py, and last_tiles the least work tiles of a sequence's
-    last group then; else both are None."""
+    pieces of entries, see forward/cut_rows.py; else None."""
 
     tiles: Num
     row_blocks: Num
@@ -102,7 +101,6 @@ class HopperTileOrder(NamedTuple):
     tile_counter: InOut[Ptr]
     hulls: KeyHulls
     entry_rows: Num
-    last_tiles: Num
 
 
 class SplitKV(NamedTuple):

@@ -122,7 +122,7 @@ class HopperBackwardOrder(NamedTuple):
     in dq_accum, how many key tiles have been added to it; None where their order is free.
 
     parts: of work tiles that are split. hulls: of rows with key_ranges; else its fields are None.
-    lists: of a block mask. last_tiles: as in HopperTileOrder.
+    lists: of a block mask.
     """
 
     tiles: Num
@@ -135,7 +135,6 @@ class HopperBackwardOrder(NamedTuple):
     parts: BackwardParts
     hulls: BackwardHulls
     lists: BackwardLists
-    last_tiles: Num
 
 
 class HopperBackwardTile(NamedTuple):

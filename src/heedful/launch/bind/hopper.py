@@ -68,7 +68,7 @@ def _cut_forward(problem: AttentionProblem, plan: Plan, buffers: Buffers, kernel
     packed = hopper_cuts.packed_problem(problem)
     config = plan.configs[kernel]
     assert isinstance(config, HopperForwardConfig)
-    sizes = hopper_cuts.forward_sizes(packed, plan, kernel)
+    sizes = replace(plan, problem=packed, scheduler="dynamic").sizes()
     arrays = hopper_cuts.packed_buffers(packed, buffers, *_OF_TOKENS)
     workspaces = (*sizes.workspaces, *hopper_cuts.scratch(arrays))
     arrays, dense = (

@@ -403,7 +403,6 @@ def _backward_call(
                 parts=_parts(launch, buffers),
                 hulls=_hulls(problem, config, sizes.launches.get("hopper.query_hulls"), buffers),
                 lists=_lists(problem, buffers),
-                last_tiles=_last_tiles(launch),
             ),
             tile=groups.constants(
                 args.HopperBackwardTile,
@@ -421,11 +420,6 @@ def _backward_call(
     return KernelCall(
         ref, launch.grid, parameters, options, cluster=config.programs, programmatic=True
     )
-
-
-def _last_tiles(launch: LaunchSizes) -> Scalar | None:
-    number = launch.numbers.get("last_tiles")
-    return None if number is None else Scalar(number)
 
 
 def _rows_between(problem: AttentionProblem, buffers: Buffers) -> dict[str, Scalar | None]:

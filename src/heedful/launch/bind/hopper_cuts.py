@@ -7,7 +7,6 @@ from heedful.core.base.arrays import ArraySpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import Plan
 from heedful.core.planning.sizes import (
-    LAST_WAVES,
     LaunchSizes,
     Sizes,
     Workspace,
@@ -57,16 +56,9 @@ def packed_buffers(problem: AttentionProblem, buffers: Buffers, *names: str) -> 
     return made | {"cu_seqlens_q": tokens, "cu_seqlens_k": tokens, "key_ranges": ranges}
 
 
-def forward_sizes(problem: AttentionProblem, plan: Plan, kernel: str) -> Sizes:
-    """The sizes of the packed forward. Any sequence may be the last one with work, so that each has
-    a large last L2 group, as that of a dense call."""
-    sizes = replace(plan, problem=problem, scheduler="dynamic").sizes()
-    return _with_last_tiles(sizes, kernel, LAST_WAVES * plan.device.units)
-
-
 def backward_sizes(problem: AttentionProblem, plan: Plan, kernel: str) -> Sizes:
-    """The sizes of the packed backward, as of `forward_sizes`, with programs for the tiles of all
-    sequences, and not for as many of each as the longest one might have."""
+    """The sizes of the packed backward, with programs for the tiles of all sequences, not for as
+    many of each as the longest one might have."""
     sizes = replace(plan, problem=problem).sizes(direction="backward")
     config = plan.configs[kernel]
     assert isinstance(config, HopperBackwardConfig)
@@ -76,15 +68,7 @@ def backward_sizes(problem: AttentionProblem, plan: Plan, kernel: str) -> Sizes:
         launches[name] = LaunchSizes((rows * problem.heads_q, 1, 1), {"q_blocks": rows})
     numbers = launches["hopper.query_hulls"].numbers
     launches["hopper.query_hulls"] = LaunchSizes((numbers["entries"], 1, 1), numbers)
-    sizes = replace(sizes, launches=launches)
-    return _with_last_tiles(sizes, kernel, config.last_waves * plan.device.units)
-
-
-def _with_last_tiles(sizes: Sizes, kernel: str, tiles: int) -> Sizes:
-    """The sizes with the least work tiles of a sequence's last group."""
-    launch = sizes.launches[kernel]
-    launch = replace(launch, numbers={**launch.numbers, "last_tiles": tiles})
-    return replace(sizes, launches={**sizes.launches, kernel: launch})
+    return replace(sizes, launches=launches)
 
 
 def scratch(packed: Buffers) -> tuple[Workspace, ...]:

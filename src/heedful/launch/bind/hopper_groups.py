@@ -167,7 +167,7 @@ def kv_rows(problem: AttentionProblem, buffers: Buffers) -> args.KVRows:
 def _tile_order(
     problem: AttentionProblem, launch: LaunchSizes, buffers: Buffers, entry_rows: int | None
 ) -> args.HopperTileOrder:
-    numbers: dict[str, Any] = {"last_tiles": None, **groups.scalars(**launch.numbers)}
+    numbers: dict[str, Any] = groups.scalars(**launch.numbers)
     numbers["entry_rows"] = None if entry_rows is None else Scalar(entry_rows)
     hulls = key_hulls(problem, buffers)
     return groups.arrays(args.HopperTileOrder, buffers, **numbers, hulls=hulls)

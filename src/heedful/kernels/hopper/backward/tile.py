@@ -14,11 +14,7 @@ from heedful.kernels.common.sequences import Seqlens, diagonal_offset, within
 from heedful.kernels.hopper.sm90.compat import aggregate
 from heedful.kernels.hopper.sm90.mma import ROWS
 from heedful.kernels.hopper.sm90.sequences import sequence
-from heedful.kernels.hopper.sm90.tile_scheduler import (
-    TileScheduler,
-    groups_before_last,
-    l2_swizzle,
-)
+from heedful.kernels.hopper.sm90.tile_scheduler import TileScheduler, l2_swizzle
 
 
 class KeyTile(NamedTuple):
@@ -184,8 +180,9 @@ def key_tile(params, index):
         index -= gl.load(entry + 1) * heads
         length = sequence(params.seqs.cu_k, batch, params.seqs.seqlen_k)[1]
         key_blocks = gl.cdiv(length, params.tile.BLOCK_N)
-    groups = groups_before_last(params, key_blocks, heads)
-    head, block = l2_swizzle(index, key_blocks, heads, params.order.l2_heads, groups)
+    head, block = l2_swizzle(
+        index, key_blocks, heads, params.order.l2_heads, params.order.l2_groups
+    )
     # Under a diagonal the last keys are added first.
     if params.order.turns is not None and params.mask.HAS_RIGHT:
         block = key_blocks - 1 - block

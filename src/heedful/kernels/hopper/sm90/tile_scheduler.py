@@ -35,18 +35,6 @@ def l2_swizzle(index, blocks, heads, width, l2_groups):
 
 
 @gluon.jit
-def groups_before_last(params, blocks, heads):
-    """How many L2 groups come before the last one. Where sequences are pieces of batch entries, any
-    may be the last with work: its last group has so many heads that it has `last_tiles`."""
-    groups = params.order.l2_groups
-    if params.order.last_tiles is not None:
-        width = params.order.l2_heads
-        last = gl.maximum(gl.cdiv(params.order.last_tiles, gl.maximum(blocks, 1)), width)
-        groups = gl.maximum(heads - last, 0) // width
-    return groups
-
-
-@gluon.jit
 def decode(params, index):
     """The `WorkTile` of number `index`. Tiles go by groups of heads, and in each group row blocks
     go from the longest to the shortest. Packed sequences come one after the other, in the order of
@@ -63,8 +51,9 @@ def decode(params, index):
         row_blocks = gl.cdiv(
             sequence(params.seqs.cu_q, batch, params.seqs.seqlen_q)[1], ROWS * params.tile.CONSUMERS
         )
-    groups = groups_before_last(params, row_blocks, heads)
-    head, block = l2_swizzle(index, row_blocks, heads, params.order.l2_heads, groups)
+    head, block = l2_swizzle(
+        index, row_blocks, heads, params.order.l2_heads, params.order.l2_groups
+    )
     if params.mask.HAS_RIGHT or params.mask.RANGES or params.mask.blocks.SIDE:
         block = row_blocks - 1 - block
     if params.order.varlen_tiles is None:
