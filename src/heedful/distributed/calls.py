@@ -15,7 +15,7 @@ from heedful.core.call.operands import Gradients, Operands
 from heedful.distributed import cost
 from heedful.torch import attention_backward, flash_attn_func, flash_attn_varlen_func
 from heedful.torch.base.dispatch import any_autocast, is_bare, needs_dispatcher
-from heedful.torch.eager.calls import bound
+from heedful.torch.eager.over_ranks import bound
 from heedful.torch.operands.plain import plain_window
 
 

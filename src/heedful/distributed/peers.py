@@ -16,7 +16,7 @@ from torch import Tensor
 
 from heedful.distributed.exchange import side_by_side, words_of
 from heedful.distributed.schedules import Schedule
-from heedful.torch.eager.execute import copy_on
+from heedful.torch.eager.over_ranks import copy_on
 from heedful.torch.eager.slots import slot_writer
 
 # By group and device. They live as long as the process: graphs have their addresses.

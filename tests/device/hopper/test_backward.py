@@ -347,7 +347,8 @@ def test_a_backward_takes_no_more_memory_than_it_says():
     """Gradients, delta, the sums of dq with whole tiles, those of dk and dv of at most a tile for
     each SM in four splits, and 4 MiB."""
     inputs = leaves(2, 4000, 8, 128)
-    out = heedful.flash_attn_func(*inputs, backend="hopper")
+    q, k, v = inputs
+    out = heedful.flash_attn_func(q, k, v, backend="hopper")
     dout = torch.ones_like(out)
     torch.autograd.grad(out, inputs, dout, retain_graph=True)
     torch.cuda.synchronize()

@@ -196,11 +196,6 @@ class GpuRunner:
         if self.run is None:
             self.run, self._is_known = self.case.bind(self._numbers), True
 
-    def into(self, out: torch.Tensor) -> Run:
-        """The bound forward into memory that lies as this does."""
-        case, numbers = self._into(out)
-        return case.bind(numbers)
-
     def _bound_into(self, out: torch.Tensor) -> Run:
         """The forward into memory with these strides, kept if it comes again."""
         key = (out.stride(), out.data_ptr() % 16)

@@ -344,7 +344,7 @@ def attend(q, k, v, x: Any, options: Options, out, seed, otherwise: Callable[...
     if any_autocast() and is_autocast_enabled(q.device.type):
         q, k, v, bias = autocast((q, k, v, x and x.bias), q.device.type)
         x = x and x._replace(q=q, k=k, v=v, bias=bias)
-    (call, addresses), key = _find(q, k, v, x, options, out, seed)
+    (call, addresses), key = find(q, k, v, x, options, out, seed)
     if addresses is not None and call.run_on is not None:
         if out is None:
             out, lse, probs = call.run_on(addresses)
@@ -381,7 +381,7 @@ def attend(q, k, v, x: Any, options: Options, out, seed, otherwise: Callable[...
     return out if call.results == 0 else returned(call.results, out, lse, probs)
 
 
-def _find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[_Found, Any]:
+def find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[_Found, Any]:
     """((call, addresses), key): the bound call for such tensors and options, None if there is none;
     and the key for a new call, None if an argument cannot be part of a key, or no key was needed.
     addresses: those of the operands, then of `out`, for a call without seed."""
@@ -419,17 +419,6 @@ def _find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[_Fo
         # No call takes an argument that cannot be hashed, or a tensor without plain memory (sparse,
         # ...): the checks will name it.
         return (None, None), None
-
-
-def bound(q, k, v, x: Operands | None, options: Options, out) -> Any:
-    """A function that runs a call that was made before on addresses, and one that picks these from
-    Operands; that of `out` follows. None if it is no program on a GPU, or changes its
-    operands first. The arguments are those of `attend`; the function is good for tensors that lie
-    as these do, until settings change."""
-    (call, _), _ = _find(q, k, v, x, options, out, None)
-    if call is None or call.run_on is None:
-        return None
-    return call.runner.into(out), call.runner.pick
 
 
 def make(key, x: Operands, options: Options, grad: Grads, out=None, seed=None, base=None) -> Call:

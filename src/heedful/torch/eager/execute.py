@@ -11,7 +11,6 @@ from torch._C._dynamo import guards
 from heedful.core.base import settings
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.symbols import Symbol, settled
-from heedful.launch.driver import driver
 from heedful.launch.program.bound import ProgramKind, changing, numbers_of
 from heedful.launch.program.buffers import beginning
 from heedful.launch.spec import Program
@@ -60,13 +59,6 @@ Region = tuple[Sequence[int], int] | None
 Launch = Callable[[list[int], int], None]
 # Runs a program on the addresses of tensors, in a list that it may change; returns what it makes.
 Run = Callable[[list[int]], list[torch.Tensor]]
-
-
-def copy_on(stream: torch.cuda.Stream, into: torch.Tensor, rows: torch.Tensor) -> None:
-    """into.copy_(rows), of contiguous tensors alike, on a stream of CUDA's, by a copy engine where
-    they are memory of different GPUs: in a fourth of torch's time for it."""
-    addresses = into.data_ptr(), rows.data_ptr(), rows.nbytes
-    driver("nvidia").copy(*addresses, stream.cuda_stream, stream.device_index)
 
 
 class Case:
