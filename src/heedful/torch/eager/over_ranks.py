@@ -1,4 +1,4 @@
-"""Bound calls as functions of addresses, and copies between GPUs: a step over ranks is made of both."""
+"""Bound calls as functions of addresses, and copies between GPUs, for steps over ranks."""
 
 from typing import Any
 
