@@ -2,9 +2,6 @@
 processes keep busy, a parallel loop waits whole time slices for its last thread."""
 
 import os
-import sys
-import threading
-from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 
@@ -28,8 +25,6 @@ os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
 @pytest.fixture(autouse=True)
 def ranks_are_said(request):
     """JAX's tests run as jax's own do: no rank is promoted without a word."""
-    if "jax" in sys.modules:
-        _reuse_contexts()
     if "jax" not in request.module.__name__.split("."):
         yield
         return
@@ -37,26 +32,6 @@ def ranks_are_said(request):
 
     with jax.numpy_rank_promotion("raise"):
         yield
-
-
-@cache
-def _reuse_contexts() -> None:
-    """Makes jax 0.10 lower ten programs with one MLIR context, as newer versions do by themselves:
-    a context loads all dialects, which takes a quarter of the time of a small program."""
-    from jax._src.interpreters import mlir
-
-    if not version("jax").startswith("0.10."):
-        return
-    make, kept = mlir.make_ir_context, threading.local()
-
-    def make_or_reuse():
-        context, count = getattr(kept, "last", (None, 0))
-        if context is None or count == 10:
-            context, count = make(), 0
-        kept.last = context, count + 1
-        return context
-
-    mlir.make_ir_context = make_or_reuse
 
 
 @pytest.fixture(autouse=True)

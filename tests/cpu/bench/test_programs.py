@@ -77,9 +77,10 @@ def test_jax_is_timed_on_cases_that_have_the_words(monkeypatch):
 
 
 GPU_PROGRAMS = {"host": (), "in_jax": (), "lengths": (), "mixed": (), "splits": ("out.csv",)}
-GPU_PROGRAMS |= {"in_transformers": (), "parallel": (), "steps": (), "torchs": (), "training": ()}
+GPU_PROGRAMS |= {"in_transformers": (), "layers": (), "parallel": (), "steps": (), "torchs": ()}
+GPU_PROGRAMS |= {"training": ()}
 # By program the framework that it needs.
-NEEDS = {"in_jax": "jax", "in_transformers": "transformers"}
+NEEDS = {"in_jax": "jax", "in_transformers": "transformers", "layers": "transformers"}
 
 
 def ended(name: str, words: tuple[str, ...], capsys) -> tuple[object, str, str]:

@@ -184,7 +184,9 @@ def test_kernels_of_all_named_peers_are_compiled_beforehand(options):
     (calls, jobs), _ = compiled.call_args
     assert jobs == 3
     made = [c.arguments for c, _ in calls if c.kernel.function == "backward"]
-    # Full, causal and causal in splits of key tiles, drawn and not; lengths and heads are numbers.
-    assert len(made) == 6
-    assert sum("params.order.tile_counter" in arguments for arguments in made) == 3
-    assert sum("params.order.parts.partials" in arguments for arguments in made) == 2
+    # Full, causal and causal in splits of key tiles, drawn and not, and full whose tail is in
+    # splits, drawn; lengths and heads are numbers.
+    assert len(made) == 7
+    assert sum("params.order.tile_counter" in arguments for arguments in made) == 4
+    assert sum("params.order.parts.partials" in arguments for arguments in made) == 3
+    assert sum("params.order.parts.whole" in arguments for arguments in made) == 1
