@@ -89,12 +89,8 @@ class Host(protocol.HostTimed[int, dict[str, list[Callable]]]):
         return protocol.ready(self.tensors)
 
     def microseconds(self, name: str, call: list[Callable]) -> float:
-        def wait() -> None:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-
         with torch.set_grad_enabled("gradients" in name):
-            return timing.host_us(call, wait, QUEUED)
+            return timing.host_us(call, self.wait, QUEUED)
 
 
 def table(device: torch.device, sets: int = SETS, rounds: int = ROUNDS) -> Iterator[str]:

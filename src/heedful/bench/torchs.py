@@ -157,12 +157,8 @@ class Host(protocol.HostTimed[int, dict[str, list[Callable]]]):
         return protocol.ready(self.tensors)
 
     def microseconds(self, name: str, call: list[Callable]) -> float:
-        def wait() -> None:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-
         with sdpa() if name == SCOPE else nullcontext():
-            return timing.host_us(call, wait, QUEUED)
+            return timing.host_us(call, self.wait, QUEUED)
 
 
 def device_table(device: torch.device, shapes: list[Shape], rounds: int) -> Iterator[str]:

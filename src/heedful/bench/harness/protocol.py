@@ -159,3 +159,8 @@ class HostTimed(Timed[C, T]):
 
     def probe(self, name: str, call: Any) -> None:
         self.microseconds(name, call)
+
+    def wait(self) -> None:
+        """Until the device has run what was launched."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -70,10 +70,8 @@ def _cut_forward(problem: AttentionProblem, plan: Plan, buffers: Buffers, kernel
     assert isinstance(config, HopperForwardConfig)
     sizes = replace(plan, problem=packed, scheduler="dynamic").sizes()
     arrays = hopper_cuts.packed_buffers(packed, buffers, *_OF_TOKENS)
-    workspaces = (*sizes.workspaces, *hopper_cuts.scratch(arrays))
-    arrays, dense = (
-        {**each, **{w.name: w.buffer for w in workspaces}} for each in (arrays, buffers)
-    )
+    sizes = replace(sizes, workspaces=(*sizes.workspaces, *hopper_cuts.scratch(arrays)))
+    arrays, dense = with_scratch(arrays, sizes), with_scratch(buffers, sizes)
     attention = hopper_groups.forward_call(
         packed,
         config,
@@ -86,7 +84,7 @@ def _cut_forward(problem: AttentionProblem, plan: Plan, buffers: Buffers, kernel
     scheduled, attention = Program(calls).renamed(hopper_cuts.NAMES).calls
     cuts = hopper_cuts.cut_calls(problem, dense)
     hulls = hopper_cuts.hulls_call(problem, packed, sizes, dense)
-    return Program((*cuts, scheduled, hulls, attention), workspaces)
+    return Program((*cuts, scheduled, hulls, attention), sizes.workspaces)
 
 
 def _maps(

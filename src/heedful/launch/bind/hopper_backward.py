@@ -85,10 +85,8 @@ def _cut_backward(
     if any(w.name == "partials" for w in sizes.workspaces):
         return None
     arrays = hopper_cuts.packed_buffers(packed, buffers, *_OF_TOKENS)
-    workspaces = (*sizes.workspaces, *hopper_cuts.scratch(arrays))
-    arrays, dense = (
-        {**each, **{w.name: w.buffer for w in workspaces}} for each in (arrays, buffers)
-    )
+    sizes = replace(sizes, workspaces=(*sizes.workspaces, *hopper_cuts.scratch(arrays)))
+    arrays, dense = with_scratch(arrays, sizes), with_scratch(buffers, sizes)
     rows = problem.seqlen_q
     calls = (
         _schedule_call(packed, config, sizes, arrays),
@@ -100,7 +98,7 @@ def _cut_backward(
     scheduled, *others = Program(calls).renamed(hopper_cuts.NAMES).calls
     cuts = hopper_cuts.cut_calls(problem, dense)
     hulls = hopper_cuts.hulls_call(problem, packed, sizes, dense)
-    return Program((*cuts, scheduled, hulls, *others), workspaces)
+    return Program((*cuts, scheduled, hulls, *others), sizes.workspaces)
 
 
 def _rows_call(
