@@ -4,6 +4,7 @@ import math
 import subprocess
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,10 +16,12 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.launch import prebuild
 from heedful.launch.code import store
 from heedful.launch.code.cache import DiskCache
+from heedful.launch.code.identity import cache_key
 from heedful.launch.code.manifest import WheelFacts, read_manifest
+from heedful.launch.compiler import compile_now
 from heedful.launch.driver import cuda
 from heedful.launch.record import Entry
-from kernel_wheel import build
+from kernel_wheel import build, older
 from support.artifacts import artifact
 
 
@@ -38,19 +41,70 @@ def test_machine_code_says_which_cuda_its_assembler_is_of(name, tmp_path):
 
 
 def test_a_wheel_for_older_drivers_is_assembled_by_the_older_assembler(tmp_path, monkeypatch):
-    """A real kernel: its instructions in PTX of an older version, its code for drivers of both."""
+    """Real kernels: the compiler that is told of that assembler gives code for drivers of both, and
+    the same code is assembled of what was compiled for newer drivers."""
     compiler = installed.compiler()
     if compiler is None or "ptxas-blackwell" not in compiler.assemblers:
         pytest.skip("no Triton with two assemblers here")
-    monkeypatch.setenv("HEEDFUL_CACHE_DIR", str(tmp_path / "cache"))
     entry = Entry(AttentionProblem.dense(1, 1, 4096, 32, 8, used_k=True, page_size=16), "forward")
-    facts = WheelFacts("1.2.3", "sm_90", 12)
+    wanted, _ = prebuild.kernels([entry], [by_name("H200")])
+    compiled = {key: cache_key(*one) for key, one in wanted.items()}
+    cache = DiskCache(tmp_path / "assembled", 10**6, read_only=False)
+    for key, (call, arch) in wanted.items():
+        made = compile_now(call, arch)
+        cache.get_or_make(compiled[key], lambda made=made: made)
     for name, value in build.assembled_for(12).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HEEDFUL_CACHE_DIR", str(tmp_path / "assembled"))
+    tool = compiler.assemblers["ptxas"]
+    counts = [older.assemble_all(wanted, compiled, tool, 1) for _ in range(2)]
+    assert counts == [len(wanted), 0]
+
+    monkeypatch.setenv("HEEDFUL_CACHE_DIR", str(tmp_path / "compiled"))
+    facts = WheelFacts("1.2.3", "sm_90", 12)
     count = prebuild.prebuild([entry], [by_name("H200")], tmp_path / "wheel", 1, wheel=facts)
     digests = read_manifest((tmp_path / "wheel" / "manifest.json").read_bytes()).digests
-    made = [store.parse(key, (tmp_path / f"wheel/{key}.kernel").read_bytes()) for key in digests]
-    assert count == len(made) > 0 and all(", ptxas 12." in each.toolchain for each in made)
+    made = {
+        key: store.parse(key, (tmp_path / f"wheel/{key}.kernel").read_bytes()) for key in digests
+    }
+    assert count == len(made) > 0 and all(", ptxas 12." in each.toolchain for each in made.values())
+    for key, one in wanted.items():
+        kept = cache.get(cache_key(*one))
+        assert kept is not None and replace(kept, text="") == made[key]
+
+
+def test_products_are_fused_with_sums_where_the_compiler_was_told_so():
+    compiler = installed.compiler()
+    tool = compiler and compiler.assemblers.get("ptxas")
+    if tool is None:
+        pytest.skip("no Triton with an assembler here")
+    text = """.version 9.4
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 p) {
+.reg .f32 %f<4>; .reg .u64 %r;
+ld.param.u64 %r, [p]; ld.global.f32 %f0, [%r]; ld.global.f32 %f1, [%r+4];
+mul.f32 %f2, %f0, %f1; add.f32 %f3, %f2, %f0; st.global.f32 [%r], %f3; ret; }"""
+    newest = replace(artifact(), text=text, toolchain="triton 3.9.0, ptxas-blackwell 13.4.59")
+    fused, apart = (older.assembled(newest, fuses, tool) for fuses in (True, False))
+    assert fused.code != apart.code and fused.text == text.replace("9.4", "8.8")
+    assert fused.toolchain == "triton 3.9.0, ptxas 12.9.86"
+
+
+def test_what_has_no_assembly_is_left_to_the_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEEDFUL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(older, "cache_key", lambda call, arch: f"{call} {arch}")
+    DiskCache(tmp_path, 10**6, read_only=False).get_or_make(
+        "newer", lambda: replace(artifact(), text="")
+    )
+    assert older.assemble_all({"k": ("call", "sm_90")}, {"k": "newer"}, Path("/no"), 1) == 0  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("version", ["13.0.1", "12.5.8", "11.8.9"])
+def test_an_assembler_that_is_not_of_cuda_12_is_named(version, monkeypatch):
+    monkeypatch.setattr(installed, "assembler_version", lambda path: version)
+    with pytest.raises(ValueError, match="/its/ptxas is of CUDA"):
+        older.ptx_version(Path("/its/ptxas"))
 
 
 def test_a_build_in_shares_goes_on_where_it_ended(monkeypatch):

@@ -4,7 +4,8 @@ python tools/kernel_wheel/build.py VENV FOLDER.
 It compiles every kernel that the problems of `problems.py` need, into this user's cache, and
 puts the machine code, without PTX, with a manifest into a package of data. VENV has what builds
 wheels. The same commit gives the same bytes, and what did not change is not compiled again.
---cuda 12: the set for older drivers, by the assembler of CUDA 12 that Triton also has.
+--cuda 12: the set for older drivers, by the assembler of CUDA 12 that Triton also has. What the
+cache has of the set for CUDA 13 is only assembled anew.
 --share 1/4 builds no wheel: it compiles a fourth of the kernels into the cache, and with --seconds
 begins no more after that time. Machines can share the work: by --into a share's machine code,
 without PTX, lies in a folder as in a cache, and a later build with HEEDFUL_CACHE_DIR=folder takes
@@ -29,13 +30,13 @@ from heedful.core.base import installed  # noqa: E402
 from heedful.core.base.device import by_name  # noqa: E402
 from heedful.launch.code.artifact import Artifact  # noqa: E402
 from heedful.launch.code.cache import DiskCache  # noqa: E402
-from heedful.launch.code.identity import cache_key  # noqa: E402
+from heedful.launch.code.identity import cache_key, told  # noqa: E402
 from heedful.launch.code.manifest import WheelFacts  # noqa: E402
 from heedful.launch.code.wheels import NAMES  # noqa: E402
 from heedful.launch.prebuild import compile_all, kernels, prebuild  # noqa: E402
 from heedful.launch.record import Entry  # noqa: E402
 from heedful.launch.spec import KernelCall  # noqa: E402
-from kernel_wheel import problems  # noqa: E402
+from kernel_wheel import older, problems  # noqa: E402
 
 ARCH = "sm_90"
 # Plans may differ between them, kernels do for few problems.
@@ -162,6 +163,18 @@ def assembled_for(cuda: int) -> dict[str, str]:
     raise ValueError(f"the Triton here has no assembler of CUDA {cuda}: name one by {NAMED}")
 
 
+def tell_assembler(entries: list[Entry], jobs: int, assembles: bool) -> None:
+    """Tells the compiler of the assembler of CUDA 12. assembles: kernels that the cache has for
+    CUDA 13, too; unless the compiler was told something else, which that assembler would not be."""
+    named = assembled_for(12)
+    wanted, _ = kernels(entries, DEVICES) if assembles and not told() else ({}, None)
+    compiled = {key: cache_key(*one) for key, one in wanted.items()}
+    os.environ |= named
+    (assembler,) = map(Path, named.values())
+    count = older.assemble_all(wanted, compiled, assembler, jobs)
+    sys.stdout.write(f"kernels: {count} assembled for CUDA 12\n")
+
+
 def _say(done: int, total: int, name: str) -> None:
     if done % 50 == 0 or done == total:
         sys.stdout.write(f"kernels: {done} of {total}\n")
@@ -186,9 +199,9 @@ def main() -> None:
     given = parser.parse_args()
     if given.share is None and given.folder is None:
         parser.error("VENV and FOLDER are wanted where no --share is")
-    if given.cuda == 12:
-        os.environ |= assembled_for(given.cuda)
     entries = problems.entries(given.groups)
+    if given.cuda == 12:
+        tell_assembler(entries, given.jobs, given.share is None)
     if given.share is not None:
         share = given.share, given.seconds, given.jobs, given.into
         done, count = compile_share(entries, *share)
