@@ -8,6 +8,7 @@ happened.
 import threading
 from collections import Counter
 from functools import cache
+from pathlib import Path
 
 from heedful.core.base import installed, settings
 from heedful.core.base.forks import new_lock
@@ -15,6 +16,7 @@ from heedful.launch.code import packs
 from heedful.launch.code.artifact import Artifact
 from heedful.launch.code.cache import DiskCache
 from heedful.launch.code.identity import cache_key, kernel_key
+from heedful.launch.code.store import SUFFIX
 from heedful.launch.spec import KernelCall
 
 counters: Counter[str] = Counter()
@@ -69,6 +71,18 @@ def compile_now(call: KernelCall, arch: str) -> Artifact:
     else:
         from heedful.launch.code.triton_compat import compile_artifact
     return compile_artifact(call, arch)
+
+
+def place(call: KernelCall, arch: str) -> str:
+    """Where a kernel lies that the driver does not load, and what to do, for people."""
+    packed = packs.place(kernel_key(call, arch))
+    if packed:
+        return packed
+    folder: Path | None = settings.get("cache_dir")
+    file = folder and folder / "kernels" / f"{cache_key(call, arch)}{SUFFIX}"
+    if file is None or not file.exists():
+        return "This process compiled it: a driver as new as the assembler is wanted"
+    return f"It is {file}: without that file it is compiled anew"
 
 
 def _disk_cache() -> DiskCache:

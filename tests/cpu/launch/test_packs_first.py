@@ -171,3 +171,16 @@ def test_lengths_stay_open_whatever_packs_are_asked_for(pack, monkeypatch):
     wheels._current = None
     wheels._read.clear()
     assert cases(pack([]))[0] <= of_new + of_old < 12
+
+
+def test_a_call_whose_kernel_does_not_load_says_where_it_lies(monkeypatch):
+    with compiled(Toolchain(OLD), monkeypatch) as asked:
+
+        def load(artifact, device):
+            raise RuntimeError("it did not load")
+
+        monkeypatch.setattr(bound.driver("nvidia"), "load", load)
+        monkeypatch.setattr(bound, "place", lambda call, arch: f"It is {kernel_key(call, arch)}")
+        with pytest.raises(RuntimeError) as error:
+            trained()
+    assert str(error.value) == f"it did not load. It is {asked[0][1]}"

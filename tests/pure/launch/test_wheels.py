@@ -5,12 +5,15 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import heedful
 from heedful.core.base.installed import served_cuda
+from heedful.launch import compiler
 from heedful.launch.code import packs, wheels
+from heedful.launch.code.cache import DiskCache
 from heedful.launch.code.manifest import MANIFEST, WheelFacts
 from support.artifacts import artifact
 from support.packs import forget
@@ -170,6 +173,27 @@ def test_an_older_driver_gets_the_wheel_that_it_serves(site, monkeypatch):
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a driver")
+def test_a_kernel_that_does_not_load_is_named_by_its_file_with_a_remedy(
+    site, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(compiler, "kernel_key", lambda call, arch: call)
+    monkeypatch.setattr(compiler, "cache_key", lambda call, arch: f"{call}-cached")
+    monkeypatch.setenv("HEEDFUL_CACHE_DIR", str(tmp_path / "cache"))
+    folder = install(site)
+    call: Any = "one"
+    again = f"`pip install --force-reinstall heedful-kernels-sm90=={heedful.__version__}`"
+    assert compiler.place(call, "sm_90") == f"It is {folder}/one.kernel: {again} installs it anew"
+    packs.write_pack(tmp_path / "pack", {"one": artifact(b"1")}, BACKENDS)
+    packs.load_pack(tmp_path / "pack")
+    assert compiler.place(call, "sm_90").startswith(f"It is {tmp_path}/pack/one.kernel: make that")
+    call = "three"
+    assert "This process compiled it" in compiler.place(call, "sm_90")
+    cache = DiskCache(tmp_path / "cache", 10**6, read_only=False)
+    cache.get_or_make("three-cached", lambda: artifact(b"3"))
+    file = tmp_path / "cache" / "kernels" / "three-cached.kernel"
+    assert compiler.place(call, "sm_90").startswith(f"It is {file}: without that file")
+
+
 def test_a_machine_without_a_driver_is_told_what_a_driver_would_load(site, monkeypatch):
     install(site)
     monkeypatch.setattr(wheels, "served_cuda", served_cuda)

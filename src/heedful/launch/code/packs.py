@@ -123,6 +123,18 @@ def find(key: str) -> Artifact | None:
     return store.parse(key, content)
 
 
+def place(key: str) -> str:
+    """In which pack or wheel a kernel lies, and what to do if it does not load, for people; ""
+    where it is in neither."""
+    name = f"{key}{store.SUFFIX}"
+    if key in _loaded:
+        return f"It is {_loaded[key][0] / name}: make that pack anew (heedful prebuild)"
+    wheel = wheels.current()
+    if wheel is None or key not in wheel.manifest.digests:
+        return ""
+    return f"It is {wheel.folder / name}: {wheels.remedy(wheel.name)}"
+
+
 def backends(arch: str | None = None) -> frozenset[tuple[str, tuple[int, ...]]]:
     """The backends in loaded packs and in the installed wheel, and for each the version of the
     Triton that its kernels are planned for. arch: without a wheel for another architecture."""

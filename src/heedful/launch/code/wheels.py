@@ -126,10 +126,15 @@ def _opened(name: str, folder: Path) -> Wheel:
     return Wheel(name, folder, manifest, facts)
 
 
+def remedy(name: str) -> str:
+    """How a wheel of kernels is made whole."""
+    return f"`pip install --force-reinstall {name}=={heedful.__version__}` installs it anew"
+
+
 def _warn(name: str, reason: str) -> None:
     warnings.warn(
         f"kernels of the installed {name} are not used: {reason}. Kernels are compiled instead."
-        f" `pip install --force-reinstall {name}=={heedful.__version__}` installs it anew",
+        f" {remedy(name)}",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -20,7 +20,7 @@ from heedful.core.base.device import vendor_of
 from heedful.core.base.symbols import Symbol, settled
 from heedful.launch.code.artifact import TENSOR_MAP_BYTES, Artifact, map_words
 from heedful.launch.compiler import artifact as compile_call
-from heedful.launch.compiler import counters
+from heedful.launch.compiler import counters, place
 from heedful.launch.driver import driver
 from heedful.launch.spec import KernelCall, Program, Scalar, TensorMap
 
@@ -63,7 +63,10 @@ class KernelKind:
             )
         loader, key = driver(vendor_of(arch)), (device, arch, call.specialization)
         if key not in _functions:
-            _functions[key] = loader.load(artifact, device)
+            try:
+                _functions[key] = loader.load(artifact, device)
+            except RuntimeError as error:
+                raise RuntimeError(f"{error}. {place(call, arch)}") from error
         queued = call.programmatic, call.cooperative
         self._new_slot = partial(loader.Slot, artifact, _functions[key], device, *queued)
         self.grid = slice(begin, begin + 3)
