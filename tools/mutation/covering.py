@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-FOLDERS = ("tests/pure", "tests/cpu", "tests/compile", "tests/emulated")
+FOLDERS = ("tests/pure", "tests/cpu", "tests/compile", "tests/emulated", "tests/integrations")
 # Tests that take longer say little for their time.
 SLOWEST_S = 30.0
 # What any test costs beside its own time.

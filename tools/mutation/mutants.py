@@ -39,7 +39,7 @@ _ARITHMETIC = {
 }
 # Calls whose two arguments may change places.
 _COMMUTING = ("is_same", "min", "max", "minimum", "maximum", "smaller", "larger", "transpose")
-_COMMUTING += ("promote_types",)
+_COMMUTING += ("promote_types", "__eq__", "__ne__")
 _NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 # What tells a compiler or a processor something, and changes no result.
 _HINTS = ("static_assert", "device_assert", "static_print", "assume", "debug_barrier")

@@ -23,7 +23,7 @@ def local_rows(
         if x.placements != placement:
             raise ValueError(f"{name} must be placed as {placement}, got {x.placements}")
         mesh = x.device_mesh
-        if mesh.ndim != 1 or mesh.size() != plan.ranks or mesh.get_local_rank() != plan.rank:
+        if mesh.size() != plan.ranks or mesh.get_local_rank() != plan.rank:
             raise ValueError(f"{name} must lie on the plan's {plan.ranks} ranks, got {mesh}")
     q = rows["q"]
     mesh, count = q.device_mesh, q.shape[-3]

@@ -1,6 +1,6 @@
 """The schedules of others, which are timed beside ours, compute the whole's attention."""
 
-from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,8 +8,10 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+import torch.distributed as dist
 
 from heedful import flash_attn_varlen_func
+from heedful.bench.harness import schedules
 from heedful.bench.harness.schedules import PEERS
 from support.runs.ranks import Ranks
 
@@ -72,6 +74,41 @@ def test_what_a_peer_does_not_take_is_refused(ranks, name, lengths, window):
         assert said.startswith(f"{name.replace('torch', 'zigzag')} takes")
 
 
-def test_a_peer_that_is_not_installed_says_so(ranks):
-    if find_spec("transformer_engine") is None:
-        assert set(ranks.run(refused, "te", [512], -1)) == {"transformer_engine is not installed"}
+@pytest.fixture
+def alone(monkeypatch):
+    """One rank, without a process group."""
+    monkeypatch.setattr(schedules.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(schedules.dist, "get_world_size", lambda: 1)
+
+
+def test_a_peer_that_is_not_installed_says_so(alone, monkeypatch):
+    looked: list[str] = []
+    monkeypatch.setattr(schedules, "find_spec", looked.append)
+    with pytest.raises(ValueError, match=r"^transformer_engine is not installed$"):
+        PEERS["te"]([512], -1)
+    assert looked == ["transformer_engine"]
+
+
+def test_transformer_engine_is_asked_for_its_own_ring_once(alone, monkeypatch):
+    asked: list[Any] = []
+
+    class Attention:
+        def __init__(self, *given, **more):
+            asked.append((given, more))
+
+        def set_context_parallel_group(self, *given):
+            asked.append(given)
+
+        def __call__(self, q, k, v, **more):
+            assert q.shape[0] == k.shape[0] == v.shape[0] == 1 and more == {"qkv_format": "bshd"}
+            return (q * 2).flatten(2)
+
+    modules = {"transformer_engine.pytorch": SimpleNamespace(DotProductAttention=Attention)}
+    monkeypatch.setattr(schedules, "find_spec", lambda name: name)
+    monkeypatch.setattr(schedules, "import_module", modules.__getitem__)
+    monkeypatch.setattr(schedules.torch.cuda, "Stream", lambda: "a stream")
+    made = PEERS["te"]([8], -1)
+    q, kv = torch.randn(8, HEADS, DIM), torch.randn(8, HEADS_K, DIM)
+    assert torch.equal(made.call(q, kv, kv), q * 2) and torch.equal(made.call(q, kv, kv), q * 2)
+    given = {"num_gqa_groups": HEADS_K, "attn_mask_type": "causal"}
+    assert asked == [((HEADS, DIM), given), (dist.group.WORLD, [0], "a stream", "p2p")]

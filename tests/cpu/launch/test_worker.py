@@ -125,6 +125,9 @@ def test_a_worker_makes_what_this_process_makes_and_is_kept(apart, monkeypatch, 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     there = compiler.compile_now(CALL, "sm_90")
     first = worker()
+    own = first._process
+    # Where memory runs out, it goes before the caller.
+    assert own is not None and Path(f"/proc/{own.pid}/oom_score_adj").read_text() == "500\n"
     assert compiler.compile_now(CALL, "gfx942").target == "hip:gfx942"
     assert worker() is first
     from heedful.launch.code.triton_compat import compile_artifact

@@ -2,9 +2,11 @@
 micro-kernels are right, settle what they are for, and stand in the report beside predictions."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from heedful.emulator import At, emulate
 from heedful.emulator.clock.constants import CONSTANTS, SLOT, constant
 from heedful.emulator.clock.work import work_of
 from heedful.launch import compiler
+from heedful.launch.program.bound import numbers_of
 from heedful.validation import micro, on_device, sensors
 from support.runs import standin
 
@@ -57,6 +60,28 @@ def test_the_emulator_finds_nothing_in_a_micro_kernel(arch, probe):
     if probe.body:  # the emulator counts instructions in place of clocks
         assert seen.clocks and seen.clocks >= 3 * len(probe.body) / 3 / probe.count
         assert seen.clock_hz == pytest.approx(micro.TICKS_HZ, rel=0.2)
+
+
+def test_what_is_measured_has_these_names_and_words():
+    """Reports that come back are compared by them."""
+    for arch in micro.ARCHES:
+        beside = {p.name: p.words for p in micro.probes(arch) if "MFMA" in p.name}
+        after = [f"{n} v_mul_f32" for n in (4, 5, 6, 7, 8)]
+        after += [f"{n} v_pk_mul_f32" for n in (1, 2)]
+        told = {f"MFMA + {n}": f"clocks of an MFMA with {n[0]} vector instructions" for n in after}
+        assert beside == {"MFMA": "of MFMAs alone", **told}
+
+
+def test_atomics_add_to_neighbours_from_places_of_their_own():
+    programs, rounds = 3, 5
+    call = micro.call_of(named("gfx942", "atomics"), rounds, programs)
+    sums = emulated("gfx942")(call)[1].view(np.float32)
+    want = np.zeros_like(sums)
+    for program in range(programs):
+        for i in range(rounds):
+            first = (program * micro.LANES * 61 + i * micro.LANES) % len(want)
+            want[first : first + micro.LANES] += 1
+    assert np.array_equal(sums, want)
 
 
 def expected(arch: str, name: str) -> float:
@@ -236,3 +261,47 @@ def test_a_launcher_times_launches_of_one_buffer_and_returns_it(monkeypatch):
     assert address and {launch.arguments["iterations"] for launch in gpu.launches} == {5}
     assert {launch.stream for launch in gpu.launches} == {77}
     assert {launch.grid for launch in gpu.launches} == {(3, 1, 1)}
+
+
+def test_a_launch_is_timed_over_many_after_one_that_loads_it(monkeypatch):
+    seen: list[Any] = []
+
+    class Kind:
+        def __init__(self, program, arch, index, names, numbers):
+            seen.append((program.calls, arch, index, names, numbers))
+
+        def bind(self, numbers):
+            return lambda addresses, stream: seen.append((len(addresses), stream, numbers))
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            seen.append("event")
+
+        synchronize = record
+
+        def elapsed_time(self, end):
+            return 80.0 if end is not self else 0.0
+
+    monkeypatch.setattr(on_device, "ProgramKind", Kind)
+    cuda = on_device.torch.cuda
+    monkeypatch.setattr(cuda, "Event", Event)
+    monkeypatch.setattr(cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=77))
+    call = micro.call_of(named("gfx942", "clock"), 5, 3)
+    seconds, out = on_device.launcher(CPU, "gfx942")(call)
+    numbers = numbers_of(call)
+    assert seen[0] == ((call,), "gfx942", 0, ["out"], [numbers])
+    launch = 1, 77, numbers
+    assert seen[1:] == [launch, "event", *[launch] * 40, "event", "event"]
+    assert seconds == 0.002 and out.dtype == np.int32
+    assert not out.any() and out.shape == (micro.elements(call),)
+
+
+def test_sensors_are_those_of_the_devices_place_on_its_bus(monkeypatch):
+    place = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xC3, pci_device_id=2)
+    monkeypatch.setattr(on_device.torch.cuda, "get_device_properties", lambda _: place)
+    monkeypatch.setattr(sensors, "folder", lambda address: address)
+    assert on_device.sensor_folder(CPU) == "0001:c3:02.0"

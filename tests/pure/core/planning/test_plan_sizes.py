@@ -3,6 +3,9 @@ The figures are recorded, so that a change of them is seen; a dozen were checked
 follow from tiles of rows times heads, heads whose operands fit a share of the cache, and parts
 that fill the device."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from heedful.core.base.device import by_name
@@ -414,3 +417,52 @@ def test_what_has_no_kernels_has_no_sizes():
     problem = AttentionProblem.dense(**{**BASE, "needs_grad": True})
     chosen = plan(problem, by_name("CPU"), backend="cpu")
     assert chosen.sizes() == chosen.sizes(direction="backward") == Sizes(1, {})
+
+
+# A golden table of sizes of every kind of call. Programs lie along one dim, and along a second
+# where parts of a kernel are programs. After a change that is meant:
+#     WRITE_GOLDEN_PLANS=1 pytest tests/pure/core/planning/test_plan_sizes.py
+GOLDEN = Path(__file__).with_name("golden_sizes.txt")
+OF_ALL: dict = {"batch": 3, "seqlen_q": 500, "seqlen_k": 700, "heads_q": 6, "heads_k": 2}
+OF_TOKENS = {"total_q": 1000, "total_k": 1200}
+OF_LATENTS = {"seqlen_q": 1, "heads_k": 1, "head_dim": 576, "head_dim_v": 512, "v_in_k": True}
+GIVEN: dict[str, dict] = {
+    "plain": {},
+    "packed": {**OF_TOKENS, "causal": True},
+    "lengths in use": {"used_q": True, "used_k": True},
+    "ranges": {"key_ranges": 2},
+    "ranges, packed": {**OF_TOKENS, "key_ranges": 1},
+    "block mask": {"block_mask": 128},
+    "splits": {"num_splits": 3, "needs_grad": False},
+    "same bits": {"invariant": True},
+    "same gradients": {"deterministic": True, "seqlen_q": 5000, "seqlen_k": 5000},
+    "bias": {"bias": True, "bias_grad": True},
+    "window": {"seqlen_k": 1100, "mask": MaskSpec.of(True, (64, 0))},
+    "fp8": {"dtype": "float8_e4m3fn", "needs_grad": False},
+    "values of 128": {"head_dim": 192, "head_dim_v": 128},
+    "pages": {"seqlen_q": 1, "page_size": 16, "used_k": True, "needs_grad": False},
+    "latent": {**OF_LATENTS, "needs_grad": False},
+}
+DEVICES = (("H200", None), ("H200", "portable"), ("MI300X", "cdna"))
+
+
+def table() -> str:
+    lines = []
+    for name, given in GIVEN.items():
+        problem = AttentionProblem.dense(**{**OF_ALL, "needs_grad": True, **given})
+        for device, backend in DEVICES:
+            try:
+                chosen = plan(problem, by_name(device), backend=backend and forced(backend))
+            except ValueError:
+                continue
+            for direction in ("forward", "backward")[: 1 + problem.needs_grad]:
+                said = told(chosen.sizes(direction=direction)).splitlines()
+                lines += [f"{name}, {device}, {backend or 'default'}, {direction}"]
+                lines += ["  " + line for line in said]
+    return "\n".join(lines) + "\n"
+
+
+def test_sizes_are_those_of_the_golden_table():
+    if os.environ.get("WRITE_GOLDEN_PLANS"):
+        GOLDEN.write_text(table())
+    assert table() == GOLDEN.read_text()

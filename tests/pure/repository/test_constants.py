@@ -1,0 +1,104 @@
+"""A golden table of constants: what modules and classes hold, and defaults of arguments. Most are
+measured or agreed upon, so that no result tells a wrong one: a change shows here, to be looked at.
+
+After a change that is meant:
+
+    WRITE_GOLDEN_CONSTANTS=1 pytest tests/pure/repository/test_constants.py
+"""
+
+import ast
+import importlib
+import inspect
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import heedful
+
+ROOT = Path(heedful.__file__).parent
+GOLDEN = Path(__file__).with_name("golden_constants")
+LAYERS = ("bench", "core", "cpu", "distributed", "jax", "launch", "masks", "torch", "validation")
+# A value of the machine's or of another library's: not the same everywhere.
+_ELSEWHERE = re.compile(r"\b(os|sys|platform|shutil|installed|version|find_spec|Path|time)\b")
+# What it imports need not be there, and its tests are those of an integration.
+_OF_OTHERS = ("heedful.bench.in_transformers",)
+
+
+def _is_words(said: str) -> bool:
+    """Whether it is a sentence for people."""
+    return said[0] in "'\"" and said.count(" ") > 2
+
+
+def written(value: Any) -> str | None:
+    """How a plain value is written, None for any other."""
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return repr(value) if type(value) in (type(None), bool, int, float, str, bytes) else None
+    if isinstance(value, re.Pattern):
+        return f"r{value.pattern!r}"
+    if isinstance(value, Mapping):
+        pairs = [(written(k), written(v)) for k, v in value.items()]
+        return _joined([None if None in pair else f"{pair[0]}: {pair[1]}" for pair in pairs], "{}")
+    if isinstance(value, (set, frozenset)):
+        found = [written(item) for item in value]
+        return _joined(found if None in found else sorted(map(str, found)), "{}")
+    if isinstance(value, (tuple, list)):
+        return _joined([written(item) for item in value], "()")
+    return None
+
+
+def _joined(parts: Sequence[str | None], ends: str) -> str | None:
+    return None if None in parts else ends[0] + ", ".join(map(str, parts)) + ends[1]
+
+
+def held(body: list[ast.stmt], holder: Any, prefix: str) -> Iterator[str]:
+    """Constants that these statements give a module or a class, and what is within."""
+    for node in body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
+            for name in () if _ELSEWHERE.search(ast.unparse(node.value)) else names:
+                said = written(getattr(holder, name, ...))
+                if said is not None and not _is_words(said) and not name.startswith("__"):
+                    yield f"{prefix}{name} = {said}"
+        elif isinstance(node, ast.ClassDef) and hasattr(holder, node.name):
+            yield from held(node.body, getattr(holder, node.name), f"{prefix}{node.name}.")
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            words = defaults(getattr(holder, node.name, None))
+            if words:
+                yield f"{prefix}{node.name}({words})"
+
+
+def defaults(function: Any) -> str:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return ""
+    given = ((p.name, written(p.default)) for p in parameters if p.default is not p.empty)
+    return ", ".join(f"{name}={said}" for name, said in given if said is not None)
+
+
+def table(layer: str) -> str:
+    lines = []
+    for path in sorted((ROOT / layer).rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
+        name = name.removesuffix(".__init__")
+        if name.endswith("__main__") or name in _OF_OTHERS:
+            continue
+        module = importlib.import_module(name)
+        found = held(ast.parse(path.read_text()).body, module, "")
+        lines += [f"{name.removeprefix('heedful.')}: {line}" for line in found]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_constants_are_those_of_the_golden_table(layer):
+    if layer in ("bench", "jax"):
+        pytest.importorskip("jax")
+    golden = GOLDEN / f"{layer}.txt"
+    if os.environ.get("WRITE_GOLDEN_CONSTANTS"):
+        golden.write_text(table(layer))
+    assert table(layer) == golden.read_text()
