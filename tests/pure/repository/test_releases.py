@@ -15,6 +15,7 @@ import notes
 from heedful import integrations
 from heedful.core.base.installed import TESTED, numbers
 from heedful.launch.code import wheels
+from kernel_wheel import build
 
 ROOT = Path(__file__).parents[3]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -59,6 +60,12 @@ def test_ci_runs_every_python_that_the_package_names():
 def test_kernels_in_a_wheel_are_of_the_version_that_asks_for_them():
     (wanted,) = PROJECT["project"]["optional-dependencies"]["kernels"]
     assert wanted.split(";")[0] == f"{wheels.NAMES[0].replace('_', '-')}=={heedful.__version__}"
+
+
+def test_kernels_in_a_wheel_are_for_every_machine_that_has_such_a_gpu():
+    python, abi, platforms = build.TAG.split("-")
+    assert (python, abi) == ("py3", "none")
+    assert {name.partition("17_")[2] for name in platforms.split(".")} == {"x86_64", "aarch64"}
 
 
 def test_a_release_has_the_wheels_of_its_kernels_and_attests_what_it_publishes():
