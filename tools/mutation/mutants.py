@@ -40,6 +40,8 @@ _ARITHMETIC = {
 # Calls whose two arguments may change places.
 _COMMUTING = ("is_same", "min", "max", "minimum", "maximum", "smaller", "larger", "transpose")
 _COMMUTING += ("promote_types", "__eq__", "__ne__")
+# What takes a seed: with another one values of the same kind are drawn.
+_SEEDED = ("default_rng", "manual_seed", "Random", "PRNGKey", "RandomState")
 _NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 # What tells a compiler or a processor something, and changes no result.
 _HINTS = ("static_assert", "device_assert", "static_print", "assume", "debug_barrier")
@@ -325,6 +327,9 @@ class _Finder(ast.NodeVisitor):
         if called == "TypeVar":  # Like an annotation.
             return
         if called in _ASSEMBLY and self.is_device:
+            return
+        if called in _SEEDED and all(isinstance(given, ast.Constant) for given in node.args):
+            self.visit(node.func)
             return
         # An assertion of what holds everywhere: without it nothing is different.
         hints = _HINT_ARGUMENTS if self.is_device else ()

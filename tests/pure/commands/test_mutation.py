@@ -38,6 +38,8 @@ EACH = {
     "a = min(b, c)": {"a = max(b, c)"},
     "a = b.transpose(c, d)": set(),
     "a = larger(b, c)": set(),
+    "a = default_rng(0).normal(b)": set(),
+    "a = str.__eq__(b, c)": set(),
     "a = promote_types(b, c)": set(),
     "a = zip(b, c, strict=True)": {"a = zip(c, b, strict=True)"},
     "a = maximum(b, c) or minimum(b, c)": {"a = maximum(b, c) and minimum(b, c)"},
