@@ -33,9 +33,13 @@ SLOWEST_S = 30.0
 START_S = 0.1
 # A tracer makes plain Python several times slower: what takes longer is timed without one.
 TRACED_S = 5.0
+# What a file without an entry is taken to take.
+UNMAPPED_S = 5.0
 # In the text of files that start processes, whose time is not that of a test, and what they take.
 _STARTS = re.compile(r"\bsubprocess\b|support\.runs\.ranks")
 PROCESS_S = 3.0
+# Lines of one function are mostly no farther apart.
+CLOSE = 12
 # Other than that of an entry, where its lines were found in another way.
 WAY = "4"
 
@@ -249,13 +253,17 @@ class Map:
         return digest
 
     def tests(self, tree: Path) -> list[Traced]:
-        """Every test of the map, its lines as they are numbered in the tree."""
+        """Every test of the map, its lines as they are numbered in the tree, and every file that
+        has no entry."""
         found = []
         for file in test_files(tree):
             for mode in ("plain", "interpreted"):
                 path = self._path(mode, file)
                 if path.exists():
                     found += self._tests(json.loads(path.read_text()), mode, tree)
+                elif mode == "plain":
+                    # What runs its lines is not known: it is for modules that its text names.
+                    found.append(Traced(mode, file, UNMAPPED_S, {}))
         return found
 
     def _tests(self, entry: dict, mode: str, tree: Path) -> list[Traced]:
@@ -320,10 +328,11 @@ class Choice:
         self, module: str, lines: set[int], seconds: float, wide=False
     ) -> tuple[list[Traced], int]:
         """What to run, in order, within so many seconds of their usual time; and how many of them
-        run the lines themselves. Then follow tests that run anything of the module: a cached
-        function, and what is at module level, runs for a test that did not first call it. Then
-        those of files that name the module: they may start processes, which are not traced. Of a
-        module that no test runs anything of, all that runs as it is imported, its folder's are run.
+        run the lines themselves. Then follow tests that run lines close by, which may have changed
+        since they were traced, and those that run anything of the module: a cached function, and
+        what is at module level, runs for a test that did not first call it. Then those of files
+        that name the module: they may start processes, which are not traced. Of a module that no
+        test runs anything of, all that runs as it is imported, its folder's are run.
         wide: four times as long for these, for what runs when the module is imported, which no
         trace tells from each other; first those of little but this module, and those of files that
         import it."""
@@ -336,7 +345,10 @@ class Choice:
         first = _in_turn(exact, module, self._starts)
         names = {(t.mode, t.id) for t in exact}
         rest = [t for t in near if (t.mode, t.id) not in names]
-        rest = _in_turn(rest, module, self._starts)
+        around = {line + step for line in lines for step in range(-CLOSE, CLOSE + 1)}
+        close = [t for t in rest if not t.lines.get(module, frozenset()).isdisjoint(around)]
+        far = [t for t in rest if t.lines.get(module, frozenset()).isdisjoint(around)]
+        rest = _in_turn(close, module, self._starts) + _in_turn(far, module, self._starts)
         names |= {(t.mode, t.id) for t in rest}
         others = [t for t in self._all if (t.mode, t.id) not in names]
         imports = _imports(module)

@@ -108,6 +108,15 @@ def test_tests_that_run_the_lines_come_first_and_unlike_ones_early():
     assert exact == 3
 
 
+def test_tests_that_run_lines_close_by_come_before_others_of_the_module():
+    def made(name, line):
+        return Traced("plain", name, 1.0, {"m": frozenset({line})})
+
+    tests = [made("a::far", 90), made("b::close", 40), made("c::exact", 50)]
+    chosen, exact = Choice(tests).tests("m", {50}, 20.0)
+    assert [test.id for test in chosen] == ["c::exact", "b::close", "a::far"] and exact == 1
+
+
 def test_where_time_is_short_the_fastest_of_those_that_run_the_lines_are_run():
     def made(name, seconds):
         return Traced("plain", name, seconds, {"m": frozenset({5})})
