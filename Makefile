@@ -44,7 +44,8 @@ test: ## lint, types and the default tests (what CI runs)
 		lint $(if $(VENV),oldest-triton jax-calls)
 	@echo "the default tests: they are collected first, which takes a while"
 	$(if $(ARGS),,TRITON_INTERPRET=1 $(RUN) pytest -n $(WORKERS) --dist worksteal $(INTERPRETED))
-	$(if $(ARGS),,TEST_INTERPRETER_APART=1) $(RUN) pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(if $(ARGS),,TEST_INTERPRETER_APART=1 TEST_JAX_CALLS_APART=$$(ls $(VENV)-jax/.ready 2>/dev/null)) \
+		$(RUN) pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 oldest-triton: $(READY) ## compile kernels with the oldest Triton that is supported
 	tools/oldest_triton.sh $(VENV) -n $(WORKERS) --dist worksteal

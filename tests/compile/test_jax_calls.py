@@ -3,12 +3,17 @@ the PyTorch path launches. No torch: also run by a Python that has JAX's GPU plu
 (tools/jax_calls.sh).
 """
 
+import os
 import re
 import zlib
 from dataclasses import replace
 from functools import partial
 
 import pytest
+
+# Where such a Python has run them: `make test` is done with them before the other tests begin.
+if os.environ.get("TEST_JAX_CALLS_APART"):
+    pytest.skip("run by a Python that has JAX's GPU plugin", allow_module_level=True)
 
 jax = pytest.importorskip("jax")
 from jax import numpy as jnp  # noqa: E402

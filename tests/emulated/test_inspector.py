@@ -26,6 +26,7 @@ from heedful.inspector.command import main
 from heedful.inspector.nvidia import Instruction, hot_loop, measure, parse_sass
 from heedful.inspector.timeline import events
 from heedful.launch.program.programs import program
+from support.problems.grids import slow_but
 
 LOOP = """
     s_mov_b32 s8, 4
@@ -206,7 +207,7 @@ def test_cycles_between_instructions_are_those_that_the_assembler_wrote():
     assert measure(code).issue_cycles == sum(encoded.values())
 
 
-@pytest.mark.parametrize("device", ["H200", "MI300X", "MI355X"])
+@pytest.mark.parametrize("device", slow_but({"H200", "MI355X"}, ["H200", "MI300X", "MI355X"]))
 def test_a_problem_is_inspected_for_any_target_without_a_gpu(device):
     problem = AttentionProblem.dense(1, 512, 512, 4, head_dim=64, dtype="bfloat16")
     chosen = plan(problem, by_name(device), backend="portable")

@@ -3,9 +3,12 @@
 import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-Row = dict
+Row = dict[str, Any]
 Factors = Mapping[str, tuple]
+# Two values, each with its factor.
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
 def cover(
@@ -15,10 +18,11 @@ def cover(
 
     possible: whether a row, or a part of one, is a problem at all. seeds: what the first rows have.
     """
-    rng, rows, seeds = random.Random(0), [], list(seeds)
+    rng, begins = random.Random(0), list(seeds)
+    rows: list[Row] = []
     missing = possible_pairs(factors, possible)
-    while missing or seeds:
-        begin = seeds.pop(0) if seeds else dict(min(missing, key=str))
+    while missing or begins:
+        begin: Row = begins.pop(0) if begins else dict(min(missing, key=str))
         draws = [_grow(rng, dict(begin), missing, factors, possible) for _ in range(20)]
         best = max(draws, key=lambda row: len(pairs(row, factors) & missing))
         missing -= pairs(best, factors)
@@ -26,7 +30,7 @@ def cover(
     return rows
 
 
-def possible_pairs(factors: Factors, possible: Callable[[Row], bool]) -> set:
+def possible_pairs(factors: Factors, possible: Callable[[Row], bool]) -> set[Pair]:
     """Each two values of different factors that one problem can have."""
     return {
         ((a, x), (b, y))
@@ -36,13 +40,19 @@ def possible_pairs(factors: Factors, possible: Callable[[Row], bool]) -> set:
     }
 
 
-def pairs(row: Row, factors: Factors) -> set:
+def pairs(row: Row, factors: Factors) -> set[Pair]:
     """Each two values of a row."""
     chosen = [(name, row[name]) for name in factors if name in row]
     return set(itertools.combinations(chosen, 2))
 
 
-def _grow(rng: random.Random, row: Row, missing: set, factors: Factors, possible) -> Row:
+def _grow(
+    rng: random.Random,
+    row: Row,
+    missing: set[Pair],
+    factors: Factors,
+    possible: Callable[[Row], bool],
+) -> Row:
     for name in rng.sample(list(factors), len(factors)):
         if name not in row:
             choices = [c for c in factors[name] if possible({**row, name: c})]
@@ -66,7 +76,8 @@ def deal(rows: Iterable[Row], targets: tuple[str, ...]) -> dict[str, list[Row]]:
 def each_value(rows: Iterable[Row]) -> list[Row]:
     """A few of the rows, in their order, which together have every value that one of them has."""
     rows = list(rows)
-    missing, chosen = set().union(*(row.items() for row in rows)), set()
+    missing: set[tuple[str, Any]] = set().union(*(row.items() for row in rows))
+    chosen: set[int] = set()
     while missing:
         best = max(range(len(rows)), key=lambda i: len(missing & rows[i].items()))
         missing -= rows[best].items()

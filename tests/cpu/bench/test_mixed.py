@@ -25,6 +25,7 @@ from heedful.core.base.device import by_name
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
+from support.problems.grids import in_turns
 
 CPU = torch.device("cpu")
 NAMES = [batch.name for batch in BATCHES]
@@ -71,7 +72,7 @@ def test_a_batch_is_shared_by_two_kernels_and_each_kind_alone_is_not(batch):
         assert backend(batch.prefills) == "hopper"
 
 
-@pytest.mark.parametrize("batch", BATCHES, ids=NAMES)
+@pytest.mark.parametrize("batch", in_turns(BATCHES, each=2), ids=NAMES)
 def test_a_batch_is_right_and_gets_its_figures(batch, monkeypatch):
     on_cpu = lambda b, t, which, backend=None: attend(b, t, which)  # noqa: E731
     monkeypatch.setattr(mixed, "attend", on_cpu)

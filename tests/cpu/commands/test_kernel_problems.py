@@ -23,6 +23,7 @@ from heedful.core.call.problem import LATENT_ROWS
 from heedful.launch import record
 from kernel_wheel import problems
 from support.listed import Listed
+from support.problems.grids import in_turns
 from support.runs import standin
 
 H200, H100 = by_name("H200"), by_name("H100")
@@ -127,8 +128,9 @@ def listed() -> Listed:
     return Listed(problems.entries())
 
 
-@pytest.mark.parametrize("device", [H200, H100], ids=lambda spec: spec.name)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name, device", in_turns(CALLS, [H200, H100]), ids=lambda value: getattr(value, "name", value)
+)
 def test_calls_of_models_need_no_kernel_that_is_not_listed(name, device, listed, tmp_path):
     with standin.gpu(device.name), record.record(tmp_path / "list"):
         CALLS[name]()

@@ -128,8 +128,7 @@ WHOLE = [
 ]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("case", WHOLE, ids=str)
+@pytest.mark.parametrize("case, threads", in_turns(WHOLE, [2, 1]), ids=str)
 def test_whole_scores_are_within_budget_on_threads_of_our_own(case, threads, monkeypatch):
     monkeypatch.setattr(whole_scores, "WORTH_THREADS", 0)
     before = torch.get_num_threads()

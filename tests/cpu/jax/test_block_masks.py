@@ -10,6 +10,7 @@ from jax import numpy as jnp
 
 import heedful.jax
 from heedful import BlockMask
+from support.problems.grids import slow_but
 
 SIDE, ROWS, KEYS = 32, 70, 100
 
@@ -33,7 +34,7 @@ def loss(q, k, v, **mask):
     return (heedful.jax.flash_attn_func(q, k, v, **mask) ** 2).sum()
 
 
-@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("heads", slow_but({4}, (1, 4)))
 def test_a_block_mask_and_its_gradients_are_those_of_the_mask_that_it_was_made_of(heads):
     mask = drawn(heads)
     block_mask = BlockMask.of(mask, side=SIDE)

@@ -22,6 +22,7 @@ from heedful.jax.traced import cache_update  # noqa: E402
 from heedful.jax.traced.call import adapted  # noqa: E402
 from support.problems.budget import run  # noqa: E402
 from support.problems.cases import Case  # noqa: E402
+from support.problems.grids import in_turns, slow_but  # noqa: E402
 from support.runs import jax_backend  # noqa: E402
 
 LENGTHS = [(127, 255), (128, 256), (129, 257), (257, 129), (1, 513), (384, 511)]
@@ -48,8 +49,7 @@ def tiles_of(seen: Any, tile: int) -> tuple[int, int]:
     return (found[0] // tile, found[-1] // tile + 1) if found.size else (0, 0)
 
 
-@pytest.mark.parametrize("bottom_right", [True, False], ids=["bottom_right", "top_left"])
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("lengths, bottom_right", in_turns(LENGTHS, (True, False)), ids=str)
 def test_tiles_are_visited_where_they_are_seen_and_masked_where_they_are_not(lengths, bottom_right):
     len_q, len_k = lengths
     for window in MASKS:
@@ -171,7 +171,7 @@ def test_a_column_of_quads_is_a_multiple_of_4_also_where_it_is_traced():
         dropped(hj.Quads(0.5))
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("packed", slow_but({True}, (False, True)), ids=["dense", "packed"])
 def test_merges_with_a_sink_are_the_attention_of_all_parts(packed):
     """By float64: the sink enters each head's sum once, and its lse."""
     lead = (7,) if packed else (2, 7)
@@ -194,7 +194,7 @@ def test_merges_with_a_sink_are_the_attention_of_all_parts(packed):
     assert not np.allclose(without, want, atol=1e-2)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("packed", slow_but({False}, (False, True)), ids=["dense", "packed"])
 def test_parts_of_unlike_lengths_are_merged_into_their_rows(packed):
     """Also where the first row is traced; a part out of bounds raises."""
     import torch

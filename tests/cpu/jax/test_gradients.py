@@ -11,6 +11,7 @@ import heedful.jax as hj  # noqa: E402
 from heedful.reference.convert import as_numpy  # noqa: E402
 from support.problems.budget import Results, check  # noqa: E402
 from support.problems.cases import Case, build, variants  # noqa: E402
+from support.problems.grids import slow_but  # noqa: E402
 from support.runs import jax_api  # noqa: E402
 from support.runs.jax_backend import as_tensor  # noqa: E402
 
@@ -81,7 +82,7 @@ def test_a_bad_call_names_the_argument(wrong):
         hj.attention_backward(**{**given, **wrong})
 
 
-@pytest.mark.parametrize("scale", [0.25, 40.0], ids=["", "far from 0"])
+@pytest.mark.parametrize("scale", slow_but({40.0}, [0.25, 40.0]), ids=["", "far from 0"])
 def test_gradients_from_parts_of_the_keys_add_up_to_those_of_all(scale):
     length, cut = 40, 28
     q, k, v, dout = jax.random.normal(jax.random.key(0), (4, 1, length, 2, 16))

@@ -164,8 +164,9 @@ def test_scales_of_heads_are_used_and_not_returned(storage, case):
     check_read(got, arrays)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("scales", ["none", "heads", "groups"])
+@pytest.mark.parametrize(
+    "scales, dtype", in_turns(["none", "heads", "groups"], [torch.float16, torch.float32])
+)
 def test_new_values_of_each_type_are_stored_as_pytorch_stores_them(scales, dtype):
     """Outside of jit, too."""
     given = tokens(dtype, columns=0) | caches("int8", 8 if scales == "groups" else None, True)
@@ -177,9 +178,11 @@ def test_new_values_of_each_type_are_stored_as_pytorch_stores_them(scales, dtype
         assert (len(got) == 7) == (scales == "groups")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("scales", ["none", "groups"])
+@pytest.mark.parametrize(
+    "scales, interleaved, dtype",
+    in_turns(["none", "groups"], [False, True], [torch.float16, torch.bfloat16]),
+    ids=str,
+)
 def test_keys_that_are_rotated_are_rounded_before_they_are_quantised(scales, interleaved, dtype):
     """Whole heads: nothing stands between both then that keeps a compiler from joining them."""
     given = tokens(dtype, columns=DIM // 2)
@@ -281,8 +284,7 @@ def spread(mesh, given: Arrays, is_paged: bool) -> Arrays:
     }
 
 
-@pytest.mark.parametrize("page_size", [0, 8])
-@pytest.mark.parametrize("scales", ["groups", "heads", "one"])
+@pytest.mark.parametrize("scales, page_size", in_turns(["groups", "heads", "one"], [0, 8]))
 def test_sharded_caches_and_scales_are_extended_where_they_are(scales, page_size):
     """Pages are shared by all sequences: heads alone are spread then."""
     group = 8 if scales == "groups" else None

@@ -1,6 +1,8 @@
 """Gradients that sum over a batch stay apart where vmap adds a batch dim, for each operand that has
 such by itself: what keeps one of them apart does not hide that another is not."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ jax = pytest.importorskip("jax")
 from jax import numpy as jnp  # noqa: E402
 
 import heedful.jax as hj  # noqa: E402
+from support.problems.grids import slow_but  # noqa: E402
 
 SHAPES = {"sink": (4,), "bias": (4, 5, 7)}
 
@@ -16,11 +19,9 @@ def some(*shape: int, seed: int = 0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-QUICK = [("sink", 0), ("bias", None)]
-REST = [pytest.param(*c, marks=pytest.mark.slow) for c in (("sink", None), ("bias", 0))]
-
-
-@pytest.mark.parametrize(("name", "mapped"), [*QUICK, *REST])
+@pytest.mark.parametrize(
+    ("name", "mapped"), slow_but({("sink", 0)}, product(SHAPES, (0, None))), ids=str
+)
 def test_vmap_of_the_gradient_of_one_operand_is_a_loop_of_it(name, mapped):
     q, k, v = some(3, 2, 5, 4, 8), some(3, 2, 7, 2, 8, seed=1), some(3, 2, 7, 2, 8, seed=2)
     summed = some(*(() if mapped is None else (3,)), *SHAPES[name], seed=3)

@@ -30,7 +30,9 @@ MASKS = {
 LENGTHS = {"dense": {}, "used": {"used": "qk"}, "packed": {"varlen": "qk"}}
 
 
-@pytest.mark.parametrize("kind, offset", in_turns(product(LENGTHS, MASKS), (-5, 0, 30)), ids=str)
+@pytest.mark.parametrize(
+    "kind, offset", in_turns(product(LENGTHS, MASKS), (-5, 0, 30), each=2), ids=str
+)
 def test_it_places_the_diagonal(kind, offset):
     lengths, name = kind
     facts = {"bottom_right": False, "shift": offset, **MASKS[name], **LENGTHS[lengths]}
@@ -39,7 +41,7 @@ def test_it_places_the_diagonal(kind, offset):
     check(built, jax_api.results(built))
 
 
-@pytest.mark.parametrize("name, lengths", in_turns(MASKS, LENGTHS))
+@pytest.mark.parametrize("name, lengths", in_turns(MASKS, LENGTHS, each=2))
 def test_each_sequence_has_its_own(name, lengths):
     facts = {"q_offsets": True, **MASKS[name], **LENGTHS[lengths]}
     built = build(Case(batch=3, seqlen_q=21, seqlen_k=30, heads_q=4, head_dim=16, **facts))

@@ -10,6 +10,7 @@ import torch
 
 import heedful
 from heedful.torch.base import forked
+from support.problems.grids import slow_but
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 
@@ -188,7 +189,7 @@ if want is None:
 """
 
 
-@pytest.mark.parametrize("first", ["before", "only"])
+@pytest.mark.parametrize("first", slow_but({"before"}, ["before", "only"]))
 def test_a_thread_that_outlives_the_main_one_and_atexit_may_call(first):
     done = run(_LATE, first)
     assert done.returncode == 0 and done.stderr == ""

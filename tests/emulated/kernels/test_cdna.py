@@ -77,7 +77,7 @@ def cdna(arch, schedules=("lockstep",)) -> Emulated:
     return Emulated(arch, "cdna", schedules)
 
 
-@pytest.mark.parametrize("case, arch", in_turns([*CASES, *NARROW], TARGETS), ids=str)
+@pytest.mark.parametrize("case, arch", in_turns([*CASES, *NARROW], TARGETS, each=2), ids=str)
 def test_forward_is_within_budget_under_every_kind_of_schedule(arch, case):
     run(cdna(arch, SCHEDULES), case)
 
@@ -125,9 +125,8 @@ def test_every_shape_is_within_budget_under_many_schedules(arch, case):
     run(cdna(arch, SCHEDULES[:1] if met else MANY_SCHEDULES), case)
 
 
-@pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize(
-    "bounds", [(5, 40, 60), (0, 60, 70), (50, -9, 2**31 - 1)], ids=["before", "behind", "outside"]
+    "bounds, arch", in_turns([(5, 40, 60), (0, 60, 70), (50, -9, 2**31 - 1)], TARGETS), ids=str
 )
 def test_packed_tokens_of_no_sequence_have_results_and_bounds_end_with_the_storage(arch, bounds):
     """The emulator finds what is read or written outside of an array."""
@@ -202,8 +201,7 @@ def test_ordinary_scores_rescale_on_the_first_tile_alone(arch, causal):
     assert rescalings(backend) == WAVES
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "e4m3"])
-@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("dtype, arch", in_turns(["bfloat16", "float16", "e4m3"], TARGETS))
 def test_rising_scores_rescale_on_every_tile(arch, dtype):
     backend = cdna(arch)
     run_rising(backend, of_dtype(SQUARE, arch, dtype), slice(None))

@@ -36,7 +36,7 @@ SCHEDULES = ("lockstep", "round-robin", "delay:each", "delay:halves", "random:0-
 FORWARDS = [BASE, replace(BASE, causal=True, dtype="float16"), *COMBINED]
 
 
-@pytest.mark.parametrize("case, arch", in_turns(FORWARDS, TARGETS), ids=str)
+@pytest.mark.parametrize("case, arch", in_turns(FORWARDS, TARGETS, each=2), ids=str)
 def test_forward_is_within_budget(arch, case):
     run(Emulated(arch), case)
 

@@ -10,6 +10,7 @@ from emulated.helpers.backend import TARGETS
 from heedful.emulator import emulate
 from heedful.emulator.command import compile_kernel
 from heedful.emulator.floats import FP8, bf16_bits, bf16_values
+from support.problems.grids import in_turns
 
 PATH = str(Path(__file__).with_name("triton_kernels.py"))
 
@@ -78,11 +79,9 @@ def test_transposing_through_lds(arch, kind):
     assert (out == x.T).all()
 
 
-@pytest.mark.parametrize(
-    ("kind", "out_kind"), [("*fp16", "*fp32"), ("*bf16", "*fp32"), ("*fp32", "*fp32")]
-)
-@pytest.mark.parametrize(("m", "n"), [(32, 32), (64, 16)])
-def test_products_of_small_integers_are_exact(arch, kind, out_kind, m, n):
+@pytest.mark.parametrize("kind, sizes", in_turns(("*fp16", "*bf16", "*fp32"), ((32, 32), (64, 16))))
+def test_products_of_small_integers_are_exact(arch, kind, sizes):
+    (m, n), out_kind = sizes, "*fp32"
     rng = np.random.default_rng(0)
     a, b = rng.integers(-8, 9, (m, 128)), rng.integers(-8, 9, (128, n))
     encode = {

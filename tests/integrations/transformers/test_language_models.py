@@ -19,6 +19,7 @@ from support.integrations.language_models import (
     padded_left,
     tokens,
 )
+from support.problems.grids import in_turns
 
 # In float32 of logits of order 1: both round differently.
 MOST_APART, MOST_GRADIENTS_APART = 2e-5, 2e-4
@@ -131,8 +132,7 @@ def farthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(apart(one[n], other[n]) / (float(one[n].abs().max()) + 1e-6) for n in one)
 
 
-@pytest.mark.parametrize("padding", ["none", "left", "checkpointed"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, padding", in_turns(FAMILIES, ["none", "left", "checkpointed"]))
 def test_gradients_equal_eager(family, padding):
     made, given = model(family), {"input_ids": tokens(), "labels": tokens()}
     if padding != "none":
@@ -163,8 +163,7 @@ def generated(made, given: dict, how: dict) -> Tensor:
     return made.generate(**given, max_new_tokens=10, do_sample=False, **how)
 
 
-@pytest.mark.parametrize("way", ["greedy", "beams", "static"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, way", in_turns(FAMILIES, ["greedy", "beams", "static"]))
 def test_generation_after_left_padding_equals_eager(family, way):
     made, given = model(family), {"input_ids": tokens(), "attention_mask": padded_left()}
     made.set_attn_implementation("eager")

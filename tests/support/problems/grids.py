@@ -42,6 +42,7 @@ def in_turns(first: Iterable[Any], *others: Collection[Any], each: int = 1) -> l
 
 # Fields of a case whose numbers are as good as each other, but for 0.
 SIZES = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "seed")
+SIZES += ("rel_bias", "block_mask", "page_size")
 
 
 def covering(cases: Iterable[Any], *others: Collection[Any]) -> list:

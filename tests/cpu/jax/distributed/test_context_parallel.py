@@ -42,12 +42,13 @@ CASES = {
 
 # By default "gather" in its first layout, then each other strategy, and each way in which heads are
 # spread. What is elsewhere has another layout or strategy.
-ELSEWHERE = {"window", "sink and softcap", "ALiBi", "documents, full, bfloat16"}
+ELSEWHERE = {"window", "sink and softcap", "ALiBi", "documents, full, bfloat16", "bfloat16"}
+# Others are causal or full, too, and hold documents.
+ELSEWHERE |= {"causal", "full", "documents"}
 SHORT = [
     *(("gather", "zigzag", name) for name in [*CASES][:13] if name not in ELSEWHERE),
     ("gather", "contiguous", "window"),
     ("gather", "contiguous", "documents, full, bfloat16"),
-    ("ring", "zigzag", "causal"),
     ("ring", "contiguous", "documents and a window"),
     ("heads", "zigzag", "uneven heads"),
     ("heads x ring", "zigzag", "sink and softcap"),

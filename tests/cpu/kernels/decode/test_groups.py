@@ -39,8 +39,7 @@ CASES = (
 
 
 @interpreted
-@pytest.mark.parametrize("rows", [16, 8])
-@pytest.mark.parametrize("case, num_splits", in_turns(CASES, (0, 3)), ids=str)
+@pytest.mark.parametrize("case, num_splits, rows", in_turns(CASES, (0, 3), (16, 8)), ids=str)
 def test_decode_is_within_the_budget(case, num_splits, rows):
     # What a part costs beside its keys moves the ends of shares.
     tiles = replace(TILES, block_m=rows, overhead=rows // 8)

@@ -127,7 +127,7 @@ def test_decode_is_within_the_budget(case, num_splits):
 @interpreted
 @pytest.mark.parametrize(
     "case, num_splits",
-    in_turns(CASES, (1, 3, 0), each=4),
+    in_turns(CASES, (1, 3, 0), each=6),
     ids=str,
 )
 def test_tiles_of_8_rows_are_within_the_budget(case, num_splits):

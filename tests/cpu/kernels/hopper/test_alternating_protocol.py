@@ -95,7 +95,7 @@ def device_of(sizes, programs, seed, splits=1, **more) -> Checked:
 WAYS = [(99, 1), (3, 1), (1, 1), (3, 3), (99, 5)]
 
 
-@pytest.mark.parametrize("case, seed", in_turns(product(SIZES, WAYS), range(3)), ids=str)
+@pytest.mark.parametrize("case, seed", in_turns(product(SIZES, WAYS), range(3), each=3), ids=str)
 def test_both_make_the_gradients_of_a_list_and_nobody_waits_for_ever(case, seed):
     sizes, (programs, splits) = case
     device = device_of(sizes, programs, seed, splits)

@@ -27,6 +27,7 @@ from heedful.torch.base.arrays import array_spec
 from support.hopper.assembly import executed
 from support.hopper.hosted import Host, Int, Machine, Numbers, Pointer
 from support.problems.cases import Case, build
+from support.problems.grids import in_turns, slow_but
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 from support.runs.interpreter import interpret
 
@@ -77,7 +78,10 @@ def stored_visits(built, backend: str = "hopper") -> tuple[np.ndarray, int]:
 @interpreted
 @pytest.mark.parametrize(
     "case, backend",
-    [(case, "hopper") for case in CASES] + [(case, "hopper+block_n=64") for case in CASES[:3]],
+    slow_but(
+        [*((case, "hopper") for case in CASES[::2]), (CASES[1], "hopper+block_n=64")],
+        [(case, "hopper") for case in CASES] + [(case, "hopper+block_n=64") for case in CASES[:3]],
+    ),
     ids=str,
 )
 def test_visits_show_what_the_mask_shows_and_those_without_a_mask_all(case, backend):
@@ -208,9 +212,11 @@ class Words:
         return Words(self.memory, self.offset + count)
 
 
-@pytest.mark.parametrize("queries", [64, 128])
-@pytest.mark.parametrize("side", [64, 128])
-@pytest.mark.parametrize("window", [{}, {"right": 0}, {"left": 90, "right": 30}], ids=str)
+@pytest.mark.parametrize(
+    "window, queries, side",
+    in_turns([{}, {"right": 0}, {"left": 90, "right": 30}], [64, 128], [64, 128]),
+    ids=str,
+)
 def test_a_thread_hides_what_bits_and_positions_hide(queries, side, window):
     if queries > side:
         pytest.skip("a visit is of one tile of queries")

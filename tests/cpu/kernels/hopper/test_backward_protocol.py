@@ -251,7 +251,7 @@ WAYS = {
 
 @pytest.mark.parametrize(
     "case, seed",
-    in_turns(product(DENSE + PACKED + RANGED + USED, WAYS), range(3), each=4),
+    in_turns(product(DENSE + PACKED + RANGED + USED, WAYS), range(3), each=6),
     ids=str,
 )
 def test_every_tile_is_made_once_and_nobody_waits_for_ever(case, seed):
@@ -309,7 +309,7 @@ def test_runs_of_whole_visits_end_where_a_query_tile_needs_a_mask(group, col):
 
 @pytest.mark.parametrize(
     "case, seed",
-    in_turns(product(LISTED, [(99, 1), (3, 1), (3, 3), (99, 5)]), range(6)),
+    in_turns(product(LISTED, [(99, 1), (3, 1), (3, 3), (99, 5)]), range(6), each=3),
     ids=str,
 )
 def test_a_key_tile_is_made_of_the_query_tiles_of_its_list(case, seed):

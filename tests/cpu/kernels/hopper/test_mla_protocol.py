@@ -30,6 +30,7 @@ from support.hopper.hosted import (
     barriers,
 )
 from support.hopper.hosted_floats import Float
+from support.problems.grids import in_turns
 
 KEYS = mla_boxes.KEYS.value
 BOXES = mla_boxes.BOXES.value
@@ -392,7 +393,7 @@ CASES = {name: Device(**facts, seed=0) for name, facts in SHARED.items()} | {
 }
 
 
-@pytest.mark.parametrize("device", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("device", in_turns(CASES.values(), each=3), ids=CASES)
 def test_both_halves_of_all_results_are_those_of_the_values_whoever_is_slow(device):
     for seed in range(4):
         found = replace(device, seed=seed)

@@ -26,6 +26,7 @@ from heedful.core.registry import configs
 from heedful.core.registry.tiles import PortablePartsConfig
 from support.problems import budget, ways
 from support.problems.cases import Case
+from support.problems.grids import in_turns
 from support.runs import standin
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 from support.runs.portable_programs import Interpreted
@@ -120,7 +121,7 @@ def compared(rng: random.Random, way: str, numerics="invariant", by=tiles) -> bo
 
 
 @interpreted
-@pytest.mark.parametrize("way", OTHER_WAYS)
+@pytest.mark.parametrize("way", in_turns(OTHER_WAYS, each=2))
 def test_a_way_gives_the_bits_of_the_whole_sequence(way):
     for seed in range(2):
         assert compared(random.Random(f"{way} {seed}"), way), seed
@@ -202,8 +203,7 @@ class InParts(Interpreted):
 
 
 @interpreted
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case, num_splits", in_turns(CASES, [1, 3]), ids=str)
 def test_results_are_within_the_budget(case, num_splits):
     budget.run(InParts(TILES, num_splits), case)
 

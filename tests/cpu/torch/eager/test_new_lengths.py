@@ -18,6 +18,7 @@ from heedful.core.planning.plan import plan
 from heedful.launch.program import bound
 from heedful.torch.eager import backends, calls, execute, saved
 from heedful.torch.eager.calls import CALLS, KINDS, LATEST, Call
+from support.problems.grids import in_turns
 from support.runs import standin
 
 HALF = torch.bfloat16
@@ -210,7 +211,7 @@ def test_new_lengths_launch_what_a_plan_of_their_own_launches(name, monkeypatch)
             assert launched(seed) == of_kinds[seed], seed
 
 
-@pytest.mark.parametrize("name", CALLS_OF)
+@pytest.mark.parametrize("name", in_turns(CALLS_OF, each=2))
 def test_lengths_never_seen_before_plan_and_compile_nothing(name, monkeypatch):
     """Of 5,000 of those that matter most, once others have shown which cases there are."""
     device, call = CALLS_OF[name]

@@ -51,7 +51,7 @@ def test_calls_are_within_the_budget(case):
 
 
 @interpreted
-@pytest.mark.parametrize("case", CASES[:4], ids=str)
+@pytest.mark.parametrize("case", in_turns(CASES[:4], each=2), ids=str)
 def test_kernels_write_gradients_into_rows_with_gaps(case):
     built = build(replace(case, deterministic=True))
     keywords = keywords_of(built) | {"dlse": built.dlse}

@@ -15,6 +15,7 @@ from torch.utils import _pytree
 import heedful.torch as typed
 from heedful.torch.base import dispatch
 from heedful.torch.base.dispatch import Likeness, is_bare
+from support.problems.grids import in_turns
 from support.runs import standin
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
@@ -185,9 +186,9 @@ def gradients(change=None, slot: int = 0, varlen: bool = False) -> list[Tensor]:
 
 
 @interpreted
-@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("slot", [0, 1], ids=["dout", "dlse"])
-@pytest.mark.parametrize("odd", [*ODD, "zeros"])
+@pytest.mark.parametrize(
+    "odd, slot, varlen", in_turns([*ODD, "zeros"], [0, 1], [False, True]), ids=str
+)
 def test_a_cotangent_whose_memory_does_not_hold_its_values_is_read_by_its_values(odd, slot, varlen):
     with standin.gpu(interprets=True):
         change = ODD.get(odd, zeros)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import heedful.torch as heedful
 from heedful.core.call.operands import Operands
-from support.problems.grids import slow_but
+from support.problems.grids import in_turns, slow_but
 
 ATTENTION = torch.ops.heedful.attention_v10.default
 ABSENT = (None,) * (len(Operands._fields) - 3)
@@ -56,7 +56,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("keywords", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("keywords", in_turns(CALLS.values(), each=2), ids=CALLS)
 def test_compiled_calls_give_what_eager_calls_give_at_any_length(keywords):
     keywords = keywords | {"backend": "cpu"}
 
