@@ -11,6 +11,7 @@ jax = pytest.importorskip("jax")
 from jax import numpy as jnp  # noqa: E402
 
 import heedful.jax as typed  # noqa: E402
+from heedful.jax.operands.plain import seed_words  # noqa: E402
 from heedful.jax.traced import registration  # noqa: E402
 from heedful.jax.traced.sharding import is_spread  # noqa: E402
 
@@ -364,3 +365,55 @@ def test_what_is_read_back_is_refused_by_name_where_it_is_no_array(name):
     )
     with pytest.raises(TypeError, match=f"^{name} must be "):
         hj.dequantize_kv(**given | {name: "text"})
+
+
+BOTH = (1 << 40) + 7
+
+
+@pytest.mark.parametrize(
+    ("seed", "words"),
+    [
+        (BOTH, [7, 256]),
+        (-1, [2**32 - 1, 2**32 - 1]),
+        (np.int64(BOTH), [7, 256]),
+        (np.array([BOTH]), [7, 256]),
+        (np.array([5, 9], np.uint32), [5, 9]),
+        (([5, 9], "uint32"), [5, 9]),
+        ((-3, "int32"), [2**32 - 3, 2**32 - 1]),
+        (([-3], "int8"), [2**32 - 3, 2**32 - 1]),
+        ((200, "uint8"), [200, 0]),
+        ((2**32 - 1, "uint32"), [2**32 - 1, 0]),
+    ],
+    ids=repr,
+)
+def test_a_seed_is_two_words_the_low_one_first(seed, words):
+    """A pair stands for an array of JAX."""
+    made = seed_words(jnp.array(*seed) if isinstance(seed, tuple) else seed)
+    assert made.dtype == jnp.uint32 and made.tolist() == words
+
+
+def test_a_seed_of_64_bits_keeps_both_words():
+    with jax.enable_x64(True):
+        assert seed_words(jnp.array(BOTH, jnp.int64)).tolist() == [7, 256]
+        assert seed_words(jnp.array(-1, jnp.int64)).tolist() == [2**32 - 1] * 2
+
+
+def test_a_key_of_jax_is_a_seed_and_several_are_not():
+    key = jax.random.key(3)
+    assert seed_words(key).tolist() == jax.random.bits(key, (2,), jnp.uint32).tolist()
+    with pytest.raises(ValueError, match=r"must be one key, got keys of shape \(2,\)"):
+        seed_words(jax.random.split(key))
+
+
+@pytest.mark.parametrize(
+    ("seed", "error", "said"),
+    [
+        (0.5, TypeError, "dropout_seed must be "),
+        ([1, 2, 3], ValueError, r"must have one element, got \(3,\)"),
+        ([[1, 2]], ValueError, r"must have one element, got \(1, 2\)"),
+    ],
+)
+def test_what_is_no_seed_is_refused_by_name(seed, error, said):
+    for array in (np.array(seed), jnp.array(seed)):
+        with pytest.raises(error, match=said):
+            seed_words(array)

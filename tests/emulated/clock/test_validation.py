@@ -18,6 +18,7 @@ from heedful.bench.harness.cases import Case
 from heedful.bench.harness.run import Figure, Outcome
 from heedful.bench.harness.timing import Spread
 from heedful.cli.validate import validate
+from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.emulator import At, emulate
@@ -26,6 +27,7 @@ from heedful.emulator.clock.work import work_of
 from heedful.launch import compiler
 from heedful.launch.program.bound import numbers_of
 from heedful.validation import micro, on_device, sensors
+from heedful.validation.predicted import _values as values_of
 from support.runs import standin
 
 CHIPS = {"gfx942": "MI300X", "gfx950": "MI355X"}
@@ -305,3 +307,29 @@ def test_sensors_are_those_of_the_devices_place_on_its_bus(monkeypatch):
     monkeypatch.setattr(on_device.torch.cuda, "get_device_properties", lambda _: place)
     monkeypatch.setattr(sensors, "folder", lambda address: address)
     assert on_device.sensor_folder(CPU) == "0001:c3:02.0"
+
+
+def test_a_launch_on_hardware_has_rounds_for_four_million_clocks(monkeypatch):
+    for clocks, rounds in ((8.0, 4_000_000 / 8 / 64), (1e9, micro._MORE)):
+        told = micro.Predicted(1.0, clocks, 1.0)
+        monkeypatch.setattr(micro, "predicted", lambda *_, told=told: told)
+        assert micro.rounds(named("gfx942", "clock"), "gfx942") == int(rounds)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn"])
+def test_arrays_of_a_prediction_hold_normal_values_to_their_end(dtype):
+    """The same again and again, of any length."""
+    made = values_of(ArraySpec.contiguous((3, 50_000), dtype))
+    again = values_of(ArraySpec.contiguous((70,), dtype))
+    item = {"float32": 4, "float8_e4m3fn": 1}.get(dtype, 2)
+    period = 65_536 * item
+    assert made.nbytes == 150_000 * item and np.array_equal(again, made[: 70 * item])
+    assert np.array_equal(made[period:], made[: made.nbytes - period])
+    found = torch.from_numpy(made).view(getattr(torch, dtype)).float()
+    assert found.isfinite().all() and 0.2 < found.std() < 8 and abs(found.mean()) < 0.1
+
+
+def test_other_arrays_of_a_prediction_are_0_and_never_empty():
+    assert not values_of(ArraySpec.contiguous((5,), "int32")).any()
+    assert values_of(ArraySpec.contiguous((5,), "int32")).nbytes == 20
+    assert values_of(ArraySpec.contiguous((0,), "int32")).nbytes == 1

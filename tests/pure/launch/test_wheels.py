@@ -5,11 +5,14 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import heedful
+from heedful.core.base import installed
 from heedful.core.base.installed import served_cuda
 from heedful.launch import compiler
 from heedful.launch.code import packs, wheels
@@ -199,3 +202,21 @@ def test_a_machine_without_a_driver_is_told_what_a_driver_would_load(site, monke
     monkeypatch.setattr(wheels, "served_cuda", served_cuda)
     assert served_cuda() is None
     assert packs.backends("sm_90") == CLAIMS
+
+
+@pytest.mark.parametrize(
+    ("code", "number", "served"), [(0, 13020, 13), (0, 12990, 12), (3, 0, None)]
+)
+def test_the_cuda_that_a_driver_serves_is_asked_of_it(code, number, served, monkeypatch):
+    def ask(into) -> int:
+        into._obj.value = number
+        return code
+
+    libraries = {"libcuda.so.1": SimpleNamespace(cuDriverGetVersion=ask)}
+    monkeypatch.setattr(installed.ctypes, "CDLL", libraries.__getitem__)
+    assert served_cuda() == served
+
+
+def test_without_a_driver_no_cuda_is_served(monkeypatch):
+    monkeypatch.setattr(installed.ctypes, "CDLL", Mock(side_effect=OSError))
+    assert served_cuda() is None

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 import heedful.torch as typed
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.call.storage import may_share
+from heedful.torch.operands.apart import Apart
 from support.runs import standin
 
 heedful: Any = typed
@@ -175,3 +176,11 @@ def test_through_the_dispatcher_an_output_over_an_input_is_right():
                 big[:2, :1], k, v, k[:, 3:4], v[:, :1].clone(), cache_seqlens=2
             )
     torch.testing.assert_close(big[1:], wanted)
+
+
+def test_addresses_that_were_looked_at_are_kept_in_a_bounded_number():
+    out, k = torch.zeros(4, 8), torch.zeros(4, 8)
+    found = Apart({"k": k, "out": out}, ["out"])
+    for layer in range(600):
+        found.check([0, 4096 * (1 + layer)])
+    assert 0 < len(found._seen) <= 256
