@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 import heedful.torch as typed
 from support.problems.budget import check
@@ -227,3 +228,21 @@ def test_two_processes_agree_with_one():
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("agrees") == 2
+
+
+def test_what_lies_on_another_mesh_or_in_another_share_than_q_is_refused():
+    def elsewhere(ranks):
+        q, k, v = (shard(t, ranks, [HEADS]) for t in api.dense())
+        other = DeviceMesh("cpu", [1, 0])
+        heedful.flash_attn_func(q, k, shard(v.full_tensor() * 0, other, [HEADS]))
+
+    def uneven(ranks):
+        q, k, v = (shard(t, ranks, [HEADS]) for t in api.dense())
+        part = k.to_local()[:, 1:]
+        k = DTensor.from_local(
+            part, ranks, [HEADS], run_check=False, shape=k.shape, stride=k.stride()
+        )
+        heedful.flash_attn_func(q, k, v)
+
+    assert re.match(r"v must lie on q's mesh, .*, got ", refused(elsewhere))
+    assert re.match(r"k must have the same share on each rank, \(.*\), got", refused(uneven))

@@ -1,0 +1,50 @@
+"""The device that JAX's calls are planned for: the one that is named, or the one that is there."""
+
+from types import SimpleNamespace
+
+import pytest
+
+jax = pytest.importorskip("jax")
+
+from heedful.core.base.device import by_name  # noqa: E402
+from heedful.jax.base import device  # noqa: E402
+from heedful.launch.driver import cuda  # noqa: E402
+
+
+@pytest.fixture
+def live(monkeypatch):
+    """Two GPUs of another size than in the table, of which the second is this process's."""
+    found = {"units": 100, "l2_bytes": 7 << 20, "name": "half an H200"}
+    asked = []
+
+    def figures(ordinal: int) -> dict:
+        asked.append(ordinal)
+        return {"arch": "sm_90", **found}
+
+    def devices(*, backend: str):
+        if backend == "rocm":
+            raise RuntimeError("there is none")
+        return [SimpleNamespace(local_hardware_id=1), SimpleNamespace(local_hardware_id=0)]
+
+    monkeypatch.setattr(cuda, "figures", figures)
+    monkeypatch.setattr(device.jax, "local_devices", devices)
+    monkeypatch.delenv("HEEDFUL_DEVICE", raising=False)
+    device._live.cache_clear()
+    yield asked
+    device._live.cache_clear()
+
+
+def test_a_live_gpu_has_the_figures_that_its_driver_says_asked_once(live):
+    for _ in range(2):
+        spec = device.device_spec("cuda")
+        assert spec == by_name("H200").live(units=100, l2_bytes=7 << 20, name="half an H200")
+    assert live == [1]
+
+
+def test_a_platform_without_a_device_needs_one_that_is_named(live, monkeypatch):
+    with pytest.raises(ValueError, match="HEEDFUL_DEVICE must name .* of platform rocm here, got"):
+        device.device_spec("rocm")
+    monkeypatch.setenv("HEEDFUL_DEVICE", "MI300X")
+    assert device.device_spec("rocm") == by_name("MI300X")
+    # A device of another vendor is not the one of this platform.
+    assert device.device_spec("cuda").name == "half an H200"
