@@ -1,5 +1,5 @@
-"""What JAX has and NumPy has not: random keys, which are told by name where they are no operand, and
-devices, of which the one that is named or the one that is there is planned for."""
+"""What JAX has and NumPy has not: random keys, which are told by name where they are no operand,
+and devices, of which the one that is named or the one that is there is planned for."""
 
 from types import SimpleNamespace
 
