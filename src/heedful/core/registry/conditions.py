@@ -253,6 +253,12 @@ def long_caches(problem: AttentionProblem) -> bool:
     return problem.seqlen_k >= 4096
 
 
+def short_caches(problem: AttentionProblem) -> bool:
+    """Whether caches have room for 4096 keys at most: more programs with fewer keys each are then
+    sooner done (measurements/decode.md, "MLA with partial results in the order of threads")."""
+    return problem.seqlen_k <= 4096
+
+
 def merge_outlasts_waiting(problem: AttentionProblem) -> bool:
     """Whether one program would merge for longer than all programs would wait for each other: a row
     tile may have as many segments as SMs. H200, 2026-11-25: 128 heads over 1 x 8192 keys take 30 us

@@ -281,8 +281,8 @@ def _hopper_decode_wide(
 def _mla(options: dict[str, Any], *when: Callable[[AttentionProblem], bool]) -> ConfigRow:
     """A config row for problems that all of `when` accept. Programs that wait for each other must
     run at once: the device needs an SM for each line of work tiles (core/planning/sizes.py)."""
-    config = tiles.MlaConfig(64, 128, programs=1, least_tiles=2, **options)
-    timed = _H200_26 if config.query_boxes else _H200_25
+    config = tiles.MlaConfig(64, 128, programs=1, **{"least_tiles": 2, **options})
+    timed = _H200_26 if config.query_boxes else _H200_28 if config.merge else _H200_25
     measured = _LEAST_SPILLS if where.small_pages in when else timed
     units = where.MLA_SMS // where.MLA_PAIR_LEAST_SMS if config.merge else 0
     return ConfigRow("mla.forward", ("sm_90",), 576, config, measured, where.all_of(when), units)
@@ -336,6 +336,7 @@ _THREE: dict[str, Any] = {"programs": 3, "registers": 168}
 _FOUR: dict[str, Any] = {"conversion": 2, "programs": 4}
 _MLA_PAGES: dict[str, Any] = {"consumer_regs": 232, "producer_regs": 40}
 _MLA_TILES: dict[str, Any] = {"ahead": 1, "in_order": 1}
+_MLA_MERGE: dict[str, Any] = {"merge": 1, "thread_order": 1}
 _ALONE: dict[str, Any] = {"programs": 1, "registers": 0, "producer_regs": 56}
 
 # With numerics="invariant" rows differ in what decides no bit: rows, stages and options of one tile
@@ -552,10 +553,15 @@ ROWS: list[ConfigRow] = [
     *(
         _mla(options, *when)
         for when, options in (
-            ((where.small_pages, where.tiles_merge_sooner), {**_MLA_PAGES, "merge": 1}),
+            (
+                (where.small_pages, where.tiles_merge_sooner, where.short_caches),
+                {**_MLA_PAGES, **_MLA_MERGE, "least_tiles": 1},
+            ),
+            ((where.small_pages, where.tiles_merge_sooner), {**_MLA_PAGES, **_MLA_MERGE}),
             ((where.small_pages, where.several_tiles_of_rows), {**_MLA_PAGES, **_MLA_TILES}),
             ((where.small_pages,), _MLA_PAGES),
-            ((where.tiles_merge_sooner,), {"merge": 1}),
+            ((where.tiles_merge_sooner, where.short_caches), {**_MLA_MERGE, "least_tiles": 1}),
+            ((where.tiles_merge_sooner,), _MLA_MERGE),
             ((where.several_tiles_of_rows, where.long_caches), {**_MLA_TILES, "query_boxes": 2}),
             ((where.several_tiles_of_rows,), _MLA_TILES),
             ((), {}),

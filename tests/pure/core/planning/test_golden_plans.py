@@ -161,6 +161,15 @@ DECODES |= {
     }
     for group in (16, 17)
 }
+# MLA's tiles also go by the room that caches have.
+LATENTS: dict[str, dict] = {
+    f"{128 * queries} rows over 8192{f' in pages of {page}' * bool(page)}": {
+        **{"seqlen_q": queries, "heads_q": 128, "heads_k": 1, "seqlen_k": 8192},
+        **{"used_k": True, "page_size": page},
+    }
+    for queries in (1, 16)
+    for page in (0, 16)
+}
 # Beside the known devices: an architecture of AMD's that has tiles, and one that nobody has heard
 # of.
 ARCHS = ("gfx90a", "sm_75")
@@ -173,6 +182,7 @@ def tiles(device) -> list[str]:
     kernels = list(dict.fromkeys(row.kernel for row in configs.ROWS))
     cases = [(name, facts, kernels) for name, facts in CONDITIONS.items()]
     cases += [(name, facts, ["decode.forward"]) for name, facts in DECODES.items()]
+    cases += [(name, facts, ["mla.forward"]) for name, facts in LATENTS.items()]
     for name, facts, asked in cases:
         for dim in DIMS:
             base = {"batch": 4, "seqlen_q": 4096, "seqlen_k": 4096, "heads_q": 16}

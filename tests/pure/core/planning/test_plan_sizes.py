@@ -68,9 +68,9 @@ FORWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         ),
         (
             {"seqlen_k": 257, "heads_q": 64},
-            """mla.forward (4, 1, 1) tiles=1
-        partial_out (16, 64, 256) float32
-        partial_sums (16, 64, 2) float32
+            """mla.forward (6, 1, 1) tiles=1
+        partial_out (24, 64, 256) float32
+        partial_sums (24, 64, 2) float32
         counts (4,) int32 zeroed""",
         ),
         (
