@@ -312,10 +312,11 @@ def _mla_converting(
 def _mla_converting_pair(
     sms: int, measured: str, *when: Callable[[AttentionProblem], bool]
 ) -> ConfigRow:
-    """The same with 64 rows a tile. sms: of a tile, from which on all programs merge; 0: one merges
-    them."""
+    """The same with 64 rows a tile. sms: of a tile, from which on all programs merge, parts in the
+    order of threads; 0: one merges them."""
+    merge = int(sms > 0)
     config = tiles.MlaConvertingPairConfig(
-        *(64, 128, 4, 3), programs=1, least_tiles=2, merge=int(sms > 0)
+        *(64, 128, 4, 3), programs=1, least_tiles=2, merge=merge, thread_order=merge
     )
     units = where.MLA_SMS // sms if sms else 0
     kernel = "mla_converting_pair.forward"
