@@ -310,12 +310,12 @@ def _mla_converting(
 
 
 def _mla_converting_pair(
-    sms: int, measured: str, *when: Callable[[AttentionProblem], bool], thread_order: int = 0
+    sms: int, measured: str, *when: Callable[[AttentionProblem], bool], order: int = 0
 ) -> ConfigRow:
     """The same with 64 rows a tile. sms: of a tile, from which on all programs merge; 0: one merges
-    them."""
+    them. order: 1 if parts are stored in the order of threads."""
     config = tiles.MlaConvertingPairConfig(
-        *(64, 128, 4, 3), programs=1, least_tiles=2, merge=int(sms > 0), thread_order=thread_order
+        *(64, 128, 4, 3), programs=1, least_tiles=2, merge=int(sms > 0), thread_order=order
     )
     units = where.MLA_SMS // sms if sms else 0
     kernel = "mla_converting_pair.forward"
@@ -544,10 +544,7 @@ ROWS: list[ConfigRow] = [
         where.MLA_LEAST_SMS, _H200_27, where.rows_of_bytes, where.merge_outlasts_waiting
     ),
     _mla_converting_pair(0, _H200_27, where.rows_of_bytes),
-    # Rows of bytes take 48.4 us in the order of threads over 1 x 8192 keys, and 47.8 otherwise.
-    _mla_converting_pair(
-        where.MLA_PAIR_LEAST_SMS, _H200_28, where.pairs_merge_sooner, thread_order=1
-    ),
+    _mla_converting_pair(where.MLA_PAIR_LEAST_SMS, _H200_28, where.pairs_merge_sooner, order=1),
     _mla_converting_pair(0, _FITS),
     # If pages hold fewer keys than a block, the producer holds more page numbers. 128 heads over 64
     # x 8192 keys take 226.8 us with `ahead` and `in_order`, and 231 without (2026-11-25). With two
