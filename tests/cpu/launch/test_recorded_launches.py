@@ -45,7 +45,7 @@ def test_programs_that_wait_for_each_other_are_launched_to_be_at_work_at_once(
             *(q, k, k[..., :512]), cache_seqlens=lengths, num_splits=num_splits, backend="mla"
         )
     (launch,) = gpu.launches
-    assert launch.cooperative == waits == (launch.constants["params.tile.MERGE"] == 1)
+    assert launch.cooperative == waits == bool(launch.constants["params.tile.MERGE"] & 1)
 
 
 def test_hopper_is_given_every_operand_in_its_place():
