@@ -54,12 +54,21 @@ DATA = {
     "runs": {"by": "runs"},
     "lists-128": {"by": "lists", "side": 128},
     "lists-64": {"by": "lists", "side": 64, "causal": True},
+    # Packed sequences, cut where rows part.
+    "cut": {"by": "ranges", "causal": True, "keys": 700, "backend": "hopper+cuts_rows=1"},
 }
 GRIDS |= {
     f"{name}-d{dim}-{mask}": {"dtype": "bfloat16", "head_dim": dim, "grad": grad, **facts}
     for name, grad in (("bfloat16", False), ("gradients", True))
     for dim in (64, 128)
     for mask, facts in DATA.items()
+}
+# A list of 64 keys a work tile, whose visits consumers take in turn.
+GRIDS |= {
+    f"gradients-d{dim}-turns": {"dtype": "bfloat16", "head_dim": dim, "grad": True}
+    | DATA["lists-64"]
+    | {"backend": "hopper+block_n=64"}
+    for dim in (64, 128)
 }
 # Of narrower values, whose kernel makes dQ by the consumers of its own keys.
 GRIDS |= {
