@@ -16,7 +16,13 @@ from heedful.cli.options import ProblemOptions, with_problem
 from heedful.core.base.arrays import item_bytes
 from heedful.core.base.device import MIB, DeviceSpec
 from heedful.core.call.problem import ITEM_BITS, AttentionProblem
-from heedful.core.planning.plan import Plan, plan, rejected_together, words_of_sequences
+from heedful.core.planning.plan import (
+    Plan,
+    plan,
+    rejected_together,
+    shown_configs,
+    words_of_sequences,
+)
 from heedful.core.planning.sizes import Workspace
 from heedful.core.registry.capability import Toolchain
 from heedful.launch.program.programs import as_run, program
@@ -92,7 +98,7 @@ def as_data(decision: Plan) -> dict:
     """A plan as plain data, for JSON."""
     kernels = {
         name: {**_plain(config), "measured": decision.measured[name]}
-        for name, config in decision.configs.items()
+        for name, config in shown_configs(decision).items()
     }
     return {
         "problem": {**_plain(decision.problem), "key": decision.problem.key()},
@@ -190,7 +196,7 @@ def _tiles(decision: Plan) -> Table:
     table.add_column("kernel", overflow="fold")
     for name in ("queries x keys", "warps", "stages", "more"):
         table.add_column(name)
-    for kernel, config in decision.configs.items():
+    for kernel, config in shown_configs(decision).items():
         cells = (kernel, f"{config.block_m} x {config.block_n}", config.num_warps)
         cells += (config.num_stages, config.words().replace(" ", ", "))
         table.add_row(*(escape(str(cell)) for cell in cells))

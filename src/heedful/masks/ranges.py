@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from heedful.core.call.numerics import Documents
 from heedful.masks.arrays import (
     check_count,
     int32,
@@ -13,7 +14,7 @@ from heedful.masks.arrays import (
 )
 
 
-def documents(ids: Any = None, *, position_ids: Any = None) -> Any:
+def documents(ids: Any = None, *, position_ids: Any = None) -> Documents:
     """Each query sees its own document; with causal=True its part up to the query.
 
     Args:
@@ -22,7 +23,8 @@ def documents(ids: Any = None, *, position_ids: Any = None) -> Any:
             not one more than the number before.
 
     Returns:
-        int32 (batch, 1, seqlen, 2).
+        Documents, whose `ranges` are int32 (batch, 1, seqlen, 2). As `key_ranges` they let the
+        planner cut rows where documents begin; the array alone does not.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -43,7 +45,7 @@ def documents(ids: Any = None, *, position_ids: Any = None) -> Any:
     table = xp.full_like(places, batch * seqlen)
     table = scattered(xp, table, xp.where(begins, number, 0), places[: batch * seqlen])
     ranges = xp.stack([table[number], table[number + 1]], -1).reshape(batch, 1, seqlen, 2)
-    return ranges - (positions(xp, batch, array) * seqlen)[:, None, None, None]
+    return Documents(ranges - (positions(xp, batch, array) * seqlen)[:, None, None, None])
 
 
 def prefix(lengths: Any, seqlen: int) -> Any:

@@ -46,9 +46,9 @@ FRAMEWORKS = pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_documents_are_runs_of_equal_numbers_or_of_rising_ones(framework):
     make = arrays(framework)
     want = np.stack([runs(row) for row in IDS])[:, None]
-    assert (shown(masks.documents(make(IDS))) == want).all()
-    assert (shown(masks.documents(position_ids=make(PLACES))) == want).all()
-    assert shown(masks.documents(make([[3]]))).tolist() == [[[[True] + [False] * (N - 1)]]]
+    assert (shown(masks.documents(make(IDS)).ranges) == want).all()
+    assert (shown(masks.documents(position_ids=make(PLACES)).ranges) == want).all()
+    assert shown(masks.documents(make([[3]])).ranges).tolist() == [[[[True] + [False] * (N - 1)]]]
 
 
 @FRAMEWORKS
@@ -155,6 +155,9 @@ def test_documents_in_one_row_are_packed_sequences():
 def test_masks_are_made_where_calls_are_traced():
     jax = pytest.importorskip("jax")
     ids = jax.numpy.asarray(IDS)
-    assert (jax.jit(masks.documents)(ids) == masks.documents(ids)).all()
+    made = jax.jit(masks.documents)(ids)
+    assert type(made) is masks.Documents and (made.ranges == masks.documents(ids).ranges).all()
     compiled = torch.compile(masks.documents, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(torch.tensor(IDS)), masks.documents(torch.tensor(IDS)))
+    made = compiled(torch.tensor(IDS))
+    assert type(made) is masks.Documents
+    assert torch.equal(made.ranges, masks.documents(torch.tensor(IDS)).ranges)

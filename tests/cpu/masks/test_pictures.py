@@ -33,7 +33,7 @@ def neighbours() -> BlockMask:
     return BlockMask.of(sees, seqlen_q=96, seqlen_k=96, side=SIDE, like=LIKE)
 
 
-def documents() -> torch.Tensor:
+def documents() -> masks.Documents:
     place = torch.arange(N)
     return masks.documents((place[:, None] >= torch.tensor(DOCUMENTS)).sum(-1)[None])
 

@@ -102,7 +102,7 @@ def lent(kind: str, seqlen: int):
     place = torch.arange(seqlen, device="cuda")
     if kind == "documents":
         ids = (place // 700 + place // 1900)[None]
-        return masks.documents(ids), True
+        return masks.documents(ids).ranges, True
     if kind == "prefix":
         return masks.prefix(torch.tensor([900], device="cuda"), seqlen), False
     return masks.local_global(300, 64, seqlen, like=place), True
@@ -244,7 +244,7 @@ def parting_ranges(kind: str, batch: int, seqlen: int, rng: random.Random) -> to
         longest = 90 if kind == "short documents" else 500
         lengths = [rng.randint(1, longest) for _ in range(seqlen)]
         rows.append(torch.arange(seqlen).repeat_interleave(torch.tensor(lengths))[:seqlen])
-    found = masks.documents(torch.stack(rows)).clone()
+    found = masks.documents(torch.stack(rows)).ranges.clone()
     if kind == "within documents":
         found[..., 0] = torch.maximum(found[..., 0], place - rng.randint(0, 150))
     return found

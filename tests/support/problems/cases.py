@@ -14,7 +14,7 @@ import torch
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.operands import Operands
 from heedful.core.call.problem import ITEM_BITS, LATENT_ROWS, AttentionProblem
-from heedful.core.call.storage import storage
+from heedful.core.call.storage import have_own_ranges, storage
 from heedful.masks import BlockMask
 from heedful.reference.sequences import sequences
 from heedful.torch.base.arrays import array_spec
@@ -391,6 +391,7 @@ def _problem(case: Case, x: Operands) -> AttentionProblem:
         leftpad_k=x.leftpad_k is not None,
         q_offsets=x.q_offsets is not None,
         key_ranges=case.key_ranges,
+        own_ranges=x.key_ranges is not None and have_own_ranges(array_spec(x.key_ranges)),
         block_mask=case.block_mask,
         kv_group=case.kv_group,
         kv_shift=case.kv_shift,
@@ -401,7 +402,7 @@ def _problem(case: Case, x: Operands) -> AttentionProblem:
         deterministic=case.deterministic,
         num_splits=case.num_splits,
         v_in_k=case.v_in_k,
-        **storage(array_spec(x.q), array_spec(x.k), array_spec(x.v), None),
+        **storage(*map(array_spec, x[:3]), None, case.key_ranges > 0),
         dropout_origin=case.dropout_origin if not case.origins else (0, 0, 0, 0),
         origins=case.origins if case.dropout_p else 0,
     )

@@ -16,7 +16,7 @@ from heedful.core.base.symbols import larger, smaller
 from heedful.core.call.arguments import WHOLE, AttentionCall, Options, argument_name
 from heedful.core.call.block_mask import check_blocks
 from heedful.core.call.mask import mask_of
-from heedful.core.call.numerics import is_invariant
+from heedful.core.call.numerics import has_documents, is_invariant
 from heedful.core.call.operands import LENGTHS, SCALES, Operands
 from heedful.core.call.problem import (
     ITEM_BITS,
@@ -29,7 +29,7 @@ from heedful.core.call.problem import (
     AttentionProblem,
     default_out_dtype,
 )
-from heedful.core.call.storage import dense_rows, has_dense_rows, storage
+from heedful.core.call.storage import dense_rows, has_dense_rows, have_own_ranges, storage
 
 FLOATS = ("float16", "bfloat16", "float32")
 FP8 = ("float8_e4m3fn", "float8_e4m3fnuz")
@@ -64,7 +64,7 @@ def describe(call: AttentionCall) -> AttentionProblem:
     problem = check(call)
     q, k, v = (dense_rows(spec) for spec in call.x[:3])
     # Last: lengths are known to be equal by now, and with them strides.
-    return replace(problem, **storage(q, k, v, call.out))
+    return replace(problem, **storage(q, k, v, call.out, problem.key_ranges > 0))
 
 
 def check(call: AttentionCall) -> AttentionProblem:
@@ -107,6 +107,8 @@ def check(call: AttentionCall) -> AttentionProblem:
         leftpad_k=x.leftpad_k is not None,
         q_offsets=x.q_offsets is not None,
         key_ranges=_check_ranges(x, options, sizes),
+        own_ranges=have_own_ranges(x.key_ranges),
+        documents=x.key_ranges is not None and has_documents(options.backend),
         block_mask=check_blocks(x, sizes),
         kv_group=_check_scales(x, options, sizes, dtype, kv_dtype),
         kv_shift=x.k_shift is not None,

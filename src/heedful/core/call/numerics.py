@@ -1,16 +1,24 @@
-"""Whether a result's bits may depend on how a call is made: `numerics`, decision 068; and how many
-SMs a call leaves to others: `sm_margin`.
+"""Whether a result's bits may depend on how a call is made: `numerics`, decision 068; how many SMs
+a call leaves to others: `sm_margin`; and what who made its mask says of it: `Documents`.
 
-Both travel in the option `backend`, after the backend's name. So they are part of every key of a
+All travel in the option `backend`, after the backend's name. So they are part of every key of a
 call, and of every operator and traced program, whose schemas stay as they are.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from heedful.core.base import settings
 from heedful.core.base.numbers import whole, wrong_type
 
-_NUMERICS, _MARGIN = " numerics=", " sm_margin="
+_NUMERICS, _MARGIN, _DOCUMENTS = " numerics=", " sm_margin=", " key_ranges=documents"
+
+
+class Documents(NamedTuple):
+    """`key_ranges` of documents in rows of a batch, as `masks.documents` makes them. A plan may cut
+    rows where documents begin (decision 072). This changes the time of a call; results are right
+    for any ranges. ranges: int32 (batch or 1, 1, seqlen, 2)."""
+
+    ranges: Any
 
 
 def with_numerics(backend: Any, numerics: Any = None, sm_margin: Any = None) -> Any:
@@ -36,9 +44,23 @@ def with_numerics(backend: Any, numerics: Any = None, sm_margin: Any = None) -> 
     return f"{backend or ''}{words}"
 
 
+def with_documents(backend: Any, key_ranges: Any) -> tuple[Any, Any]:
+    """(the option `backend`, the array) of a call with these key_ranges. A choice by hand stays as
+    it is: it says itself whether rows are cut."""
+    if not isinstance(key_ranges, Documents):
+        return backend, key_ranges
+    is_name = backend is None or (isinstance(backend, str) and not hasattr(backend, "options"))
+    return f"{backend or ''}{_DOCUMENTS}" if is_name else backend, key_ranges.ranges
+
+
+def has_documents(option: str | None) -> bool:
+    """Whether the key_ranges of a call with this option are those of documents."""
+    return option is not None and _DOCUMENTS in option
+
+
 def backend_of(option: str | None) -> str | None:
     """The backend in this option; None if it names none."""
-    if option is None or not (_NUMERICS in option or _MARGIN in option):
+    if option is None or not any(mark in option for mark in (_NUMERICS, _MARGIN, _DOCUMENTS)):
         return option
     return option.partition(" ")[0] or None
 

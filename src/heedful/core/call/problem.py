@@ -60,8 +60,9 @@ class AttentionProblem:
     lengths inside the given storage (seqused, cache_seqlens). page_size: keys a page of a paged
     cache, 0 if not paged. alibi, bias, rel_bias, sink, tree_mask, kv_batch_idx, leftpad_k,
     q_offsets: whether the call has them. key_ranges: how many ranges of keys each row has, 0
-    without such a mask. block_mask: rows and keys of a tile of the block mask, 0 without one.
-    kv_group: how many values
+    without such a mask; own_ranges: whether heads have ranges of their own; documents: whether
+    these ranges are said to be those of documents (`Documents`). block_mask: rows and keys of a
+    tile of the block mask, 0 without one. kv_group: how many values
     share one scale of a quantised cache, 0 for a scale per head or none. kv_shift: the quantised
     cache has a zero shift per scale. needs_grad, bias_grad, rel_bias_grad: whether a backward will
     follow, and whether it computes the gradients of these two. return_lse: whether the caller reads
@@ -71,7 +72,8 @@ class AttentionProblem:
     must be bit-equal from run to run. num_splits: 0 = choose, 1 = do not split the keys, n = split
     them in n. aligned: all bases and strides are multiples of 16 bytes. even_rows: the batch stride
     of K and V (or the stride of pages) is a multiple of the row stride, and less than 2^30 rows.
-    near_rows: rows of Q, K, V and the output begin less than NEAR_BYTES apart. v_in_k: V is a view
+    near_rows: rows of Q, K, V and the output begin less than NEAR_BYTES apart. rows_follow: beside
+    key_ranges, their rows of a batch entry follow those of the entry before. v_in_k: V is a view
     of the first head_dim_v values of each row of K (MLA). dropout_origin: (batch, head, row,
     column) of this call's first score in the whole problem, so that a shard draws the mask that the
     unsharded call would. origins: 4 where each sequence has its own place, whose columns count in
@@ -108,6 +110,8 @@ class AttentionProblem:
     leftpad_k: bool = False
     q_offsets: bool = False
     key_ranges: int = 0
+    own_ranges: bool = False
+    documents: bool = False
     block_mask: int = 0
     kv_group: int = 0
     kv_shift: bool = False
@@ -123,6 +127,7 @@ class AttentionProblem:
     aligned: bool = True
     even_rows: bool = True
     near_rows: bool = True
+    rows_follow: bool = True
     v_in_k: bool = False
     dropout_origin: tuple[int, int, int, int] = (0, 0, 0, 0)
     origins: int = 0

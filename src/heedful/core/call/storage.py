@@ -54,14 +54,28 @@ def mask_dtype(q: str) -> str:
     return q if item_bytes(q) == 2 else "bfloat16"
 
 
-def storage(q: ArraySpec, k: ArraySpec, v: ArraySpec, out: ArraySpec | None) -> dict[str, bool]:
-    """The problem's facts about addresses and strides."""
+def storage(
+    q: ArraySpec, k: ArraySpec, v: ArraySpec, out: ArraySpec | None, by_ranges: bool = False
+) -> dict[str, bool]:
+    """The problem's facts about addresses and strides. by_ranges: whether there are key_ranges."""
     specs = (q, k, v) if out is None else (q, k, v, out)
     return {
         "aligned": all(map(_is_aligned, specs)),
         "even_rows": _has_even_rows(k) and _has_even_rows(v),
         "near_rows": _are_near(specs),
+        "rows_follow": not by_ranges or all(map(rows_follow, specs)),
     }
+
+
+def rows_follow(spec: ArraySpec) -> bool:
+    """Whether the rows of each batch entry of (B, S, ...) follow those of the entry before."""
+    shape, strides = spec.shape, spec.strides
+    return bool(len(shape) != 4 or strides[0] == shape[1] * strides[1] or shape[0] <= 1)
+
+
+def have_own_ranges(ranges: ArraySpec | None) -> bool:
+    """Whether heads have key_ranges of their own."""
+    return ranges is not None and len(ranges.shape) == 4 and bool(ranges.steps[1] != 0)
 
 
 def extent(spec: ArraySpec) -> int:

@@ -9,14 +9,16 @@ from dataclasses import field, replace
 from heedful.core.base.device import DeviceSpec
 from heedful.core.base.frozen import dataclass
 from heedful.core.call.problem import AttentionProblem, Lengths
-from heedful.core.planning import sizes
+from heedful.core.planning import cuts, sizes
 from heedful.core.planning.sizes import Scheduler, Sizes
 from heedful.core.registry import capability, configs
 from heedful.core.registry.by_hand import OPTIONS, Overrides, asked, with_options
 from heedful.core.registry.capability import KernelRow, Toolchain, Variant
 from heedful.core.registry.configs import ConfigRow
+from heedful.core.registry.masks_said import with_options_of_mask
 from heedful.core.registry.mixed import SHORT_KERNELS
 from heedful.core.registry.tiles import (
+    HopperBackwardConfig,
     HopperConfig,
     HopperForwardConfig,
     PortablePartsConfig,
@@ -344,6 +346,8 @@ def _configs(
         kernel: configs.choose(kernel, _as_seen(kernel, problem, forward), device)
         for kernel in kernels
     }
+    if problem.documents:
+        rows = {k: with_options_of_mask(row, problem) for k, row in rows.items()}
     if by_hand:
         rows = {k: with_options(row, by_hand, problem) for k, row in rows.items()}
     return {k: (row.config.fitted(problem, kernels[k]), row) for k, row in rows.items()}
@@ -393,10 +397,11 @@ def explain(plan: Plan, update: str | None = None) -> str:
         lines.append(f"update    {where}")
     if plan.backward:
         lines.append(f"backward  {plan.variant_of('backward').label} [{plan.backward_level}]")
-    planned = plan.sizes()
-    if planned.num_splits > 1:
-        lines.append(f"splits    {planned.num_splits}")
-    for kernel, c in plan.configs.items():
+    planned = {direction: plan.sizes(direction=direction) for direction in _directions(plan)}
+    if planned["forward"].num_splits > 1:
+        lines.append(f"splits    {planned['forward'].num_splits}")
+    cut = {direction: cuts.sizes_of(plan, direction) for direction in planned}
+    for kernel, c in shown_configs(plan).items():
         lines.append(
             f"tiles     {kernel}: {c.block_m} x {c.block_n}, {c.num_warps} warps,"
             f" {c.num_stages} stages {c.words()}".rstrip()
@@ -408,15 +413,34 @@ def explain(plan: Plan, update: str | None = None) -> str:
         lines.append(f"scheduler {plan.scheduler}")
     if plan.short_q:
         lines.append(f"sequences {words_of_sequences(plan)}")
-    lines += _words_of(planned)
-    if plan.backward:
-        lines += _words_of(plan.sizes(direction="backward"))
+    if any(cut.values()):
+        where = " and ".join(direction for direction, sizes in cut.items() if sizes)
+        lines.append(f"rows      {where}: cut into packed sequences where they part")
+    for direction, sizes_of_it in planned.items():
+        lines += _words_of(cut[direction] or sizes_of_it)
     lines += [f"note      {note}" for note in plan.notes]
     lines += [
         f"rejected  {', '.join(names)} {direction}: {'; '.join(reasons)}"
         for (direction, reasons), names in rejected_together(plan).items()
     ]
     return "\n".join(lines)
+
+
+def _directions(plan: Plan) -> tuple[str, ...]:
+    return ("forward", "backward") if plan.backward else ("forward",)
+
+
+def shown_configs(plan: Plan) -> dict[str, TileConfig]:
+    """The tiles by kernel, without `cuts_rows` where keys or visits of a call are split: then rows
+    are not cut."""
+    shown = dict(plan.configs)
+    for direction in _directions(plan):
+        is_cut = cuts.sizes_of(plan, direction) is not None
+        for kernel in plan.variant_of(direction).configs:
+            config = shown.get(kernel)
+            if isinstance(config, (HopperForwardConfig, HopperBackwardConfig)) and not is_cut:
+                shown[kernel] = replace(config, cuts_rows=False)
+    return shown
 
 
 def _words_of_margin(device: DeviceSpec) -> str:

@@ -265,7 +265,7 @@ class HopperForwardConfig(HopperConfig):
     need no conversion. key_splits: a number of splits to measure; 0 = as core/planning/splits.py
     chooses. part_keys: as of `PortablePartsConfig`; one key split then stands for programs that
     take all parts in turn. cuts_rows: dense rows with key_ranges are packed sequences, cut where
-    rows part, if all heads have the same ranges.
+    rows part.
     """
 
     v_stages: int = 0
@@ -462,7 +462,8 @@ def may_cut_rows(problem: AttentionProblem) -> bool:
     modified = problem.alibi or problem.bias or problem.rel_bias or problem.dropout_p > 0
     others = problem.q_offsets or problem.invariant or problem.out_dtype != problem.dtype
     plain = not (ragged or modified or others or problem.num_splits > 1)
-    return _has_one_range(problem) and is_square and plain and problem.near_rows
+    stored = problem.near_rows and problem.rows_follow
+    return _has_one_range(problem) and not problem.own_ranges and is_square and plain and stored
 
 
 def _is_triangle(problem: AttentionProblem) -> bool:

@@ -9,7 +9,7 @@ from jax import numpy as jnp
 from jax.typing import ArrayLike
 
 from heedful.core.call.arguments import ROWS, WHOLE, Options, Quads, is_asked, one_sink
-from heedful.core.call.numerics import with_numerics
+from heedful.core.call.numerics import Documents, with_documents, with_numerics
 from heedful.core.call.operands import Operands
 from heedful.jax.traced.call import attend
 from heedful.masks.block_mask import BlockMask, block_operands
@@ -34,7 +34,7 @@ def flash_attn_func(
     seqused_k: Array | None = None,
     leftpad_k: Array | None = None,
     q_offset: ArrayLike | None = None,
-    key_ranges: Array | None = None,
+    key_ranges: Array | Documents | None = None,
     block_mask: BlockMask | None = None,
     bias: Array | None = None,
     rel_bias: Array | None = None,
@@ -135,6 +135,8 @@ def flash_attn_func(
 
     Source: FlashAttention-2 (Dao 2023); signature of flash_attn 2.x.
     """
+    backend = with_numerics(backend, numerics, sm_margin)
+    backend, key_ranges = with_documents(backend, key_ranges)
     options = Options(
         kind="dense",
         dropout_p=dropout_p,
@@ -148,7 +150,7 @@ def flash_attn_func(
         return_max_logits=is_asked(return_max_logits),
         num_splits=num_splits,
         q_offset=q_offset,
-        backend=with_numerics(backend, numerics, sm_margin),
+        backend=backend,
         dropout_origin=dropout_origin,
     )
     x = Operands(
@@ -193,7 +195,7 @@ def flash_attn_varlen_func(
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
     q_offset: ArrayLike | None = None,
-    key_ranges: Array | None = None,
+    key_ranges: Array | Documents | None = None,
     block_mask: BlockMask | None = None,
     bias: Array | None = None,
     rel_bias: Array | None = None,
@@ -246,6 +248,8 @@ def flash_attn_varlen_func(
         TypeError, ValueError: naming the argument. Values of arrays (lengths, page numbers) are not
             read, and so not checked.
     """
+    backend = with_numerics(backend, numerics, sm_margin)
+    backend, key_ranges = with_documents(backend, key_ranges)
     options = Options(
         kind="varlen",
         max_seqlen_q=max_seqlen_q,
@@ -261,7 +265,7 @@ def flash_attn_varlen_func(
         return_max_logits=is_asked(return_max_logits),
         num_splits=num_splits,
         q_offset=q_offset,
-        backend=with_numerics(backend, numerics, sm_margin),
+        backend=backend,
         dropout_origin=dropout_origin,
     )
     x = Operands(

@@ -7,7 +7,7 @@ from jax.typing import ArrayLike
 
 from heedful.core.call.arguments import WHOLE, Options, Quads, one_sink
 from heedful.core.call.describe import check_packed
-from heedful.core.call.numerics import with_numerics
+from heedful.core.call.numerics import Documents, with_documents, with_numerics
 from heedful.core.call.operands import Gradients, Operands
 from heedful.jax.traced.call import differentiate
 from heedful.masks.block_mask import BlockMask, block_operands
@@ -38,7 +38,7 @@ def attention_backward(
     alibi_slopes: Array | None = None,
     deterministic: bool = False,
     q_offset: ArrayLike | None = None,
-    key_ranges: Array | None = None,
+    key_ranges: Array | Documents | None = None,
     block_mask: BlockMask | None = None,
     bias: Array | None = None,
     rel_bias: Array | None = None,
@@ -81,6 +81,8 @@ def attention_backward(
     packed = cu_seqlens_q is not None
     check_packed(packed, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, leftpad_k)
     longest = (max_seqlen_q, max_seqlen_k) if packed else None
+    backend = with_numerics(backend, None, sm_margin)
+    backend, key_ranges = with_documents(backend, key_ranges)
     options = Options(
         kind="varlen" if packed else "dense",
         max_seqlen_q=max_seqlen_q,
@@ -93,7 +95,7 @@ def attention_backward(
         deterministic=deterministic,
         return_lse=True,
         q_offset=q_offset,
-        backend=with_numerics(backend, None, sm_margin),
+        backend=backend,
         dropout_origin=dropout_origin,
     )
     x = Operands(

@@ -17,7 +17,7 @@ from heedful.core.call.describe_cache import (
     check_rotated_length,
     last_rotated_length,
 )
-from heedful.core.call.numerics import with_numerics
+from heedful.core.call.numerics import Documents, with_documents, with_numerics
 from heedful.core.call.operands import Operands
 from heedful.core.call.problem import AttentionProblem
 from heedful.jax.api.merge import merged
@@ -62,7 +62,7 @@ def flash_attn_with_kvcache(
     s_aux: Array | None = None,
     learnable_sink: Array | None = None,
     tree_mask: Array | None = None,
-    key_ranges: Array | None = None,
+    key_ranges: Array | Documents | None = None,
     block_mask: BlockMask | None = None,
     rel_bias: Array | None = None,
     shared_prefix: tuple[Array, Array] | None = None,
@@ -131,6 +131,8 @@ def flash_attn_with_kvcache(
 
     Source: signature of flash_attn 2.x; cascade inference of FlashInfer for shared_prefix.
     """
+    backend = with_numerics(backend, numerics, sm_margin)
+    backend, key_ranges = with_documents(backend, key_ranges)
     options = plain_options(
         Options(
             kind="kvcache",
@@ -140,7 +142,7 @@ def flash_attn_with_kvcache(
             softcap=softcap,
             return_lse=return_softmax_lse,
             num_splits=num_splits,
-            backend=with_numerics(backend, numerics, sm_margin),
+            backend=backend,
             dropout_origin=WHOLE,
         )
     )

@@ -11,7 +11,7 @@ from jax import numpy as jnp
 from jax.typing import ArrayLike
 
 from heedful.core.call.arguments import one_sink
-from heedful.core.call.numerics import is_invariant, with_numerics
+from heedful.core.call.numerics import Documents, is_invariant, with_documents, with_numerics
 from heedful.jax.base.arrays import check_array
 from heedful.jax.distributed import gather, heads, ring
 from heedful.jax.distributed.calls import Rest, Static
@@ -44,7 +44,7 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: Array | None = None,
     deterministic: bool = False,
-    key_ranges: Array | None = None,
+    key_ranges: Array | Documents | None = None,
     sink: Array | None = None,
     s_aux: Array | None = None,
     learnable_sink: Array | None = None,
@@ -93,6 +93,7 @@ def attention(
     tokens = q.shape[0 if max_seqlen is not None else 1] * each
     chunk_size(layout, devices, tokens * devices, "q")
     option = with_numerics(backend, numerics, sm_margin)
+    option, key_ranges = with_documents(option, key_ranges)
     if "ring" in strategy and is_invariant(option):
         raise ValueError(f"numerics must be 'fast' under strategy {strategy!r}: it merges parts")
     options: dict[str, Any] = {

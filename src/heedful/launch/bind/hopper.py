@@ -4,7 +4,9 @@ from dataclasses import replace
 
 from heedful.core.base.arrays import item_bytes
 from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.cuts import packed_problem
 from heedful.core.planning.plan import Plan
+from heedful.core.planning.sizes import Sizes
 from heedful.core.registry.tiles import (
     CONSUMER_ROWS,
     HopperForwardConfig,
@@ -28,9 +30,10 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     kernel = next(name for name in plan.configs if name.startswith("hopper."))
     sizes, config = plan.sizes(), plan.configs[kernel]
     assert isinstance(config, HopperForwardConfig)
-    is_whole = not plan.is_split
-    if config.cuts_rows and is_whole and hopper_cuts.are_cut(problem, buffers, *_OF_TOKENS):
-        return _cut_forward(problem, plan, buffers, kernel)
+    if config.cuts_rows:
+        cut = hopper_cuts.cut_sizes(plan, buffers, "forward", *_OF_TOKENS)
+        if cut is not None:
+            return _cut_forward(problem, config, cut, buffers, kernel)
     hides = problem.block_mask and not groups.block_lists(problem, buffers, "block_rows").IS_PLAIN
     if hides:
         lists = hopper_groups.seen_lists(problem, buffers)
@@ -63,12 +66,15 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     return Program(tuple(calls), sizes.workspaces)
 
 
-def _cut_forward(problem: AttentionProblem, plan: Plan, buffers: Buffers, kernel: str) -> Program:
-    """`forward` of a dense call whose rows are cut into packed sequences."""
-    packed = hopper_cuts.packed_problem(problem)
-    config = plan.configs[kernel]
-    assert isinstance(config, HopperForwardConfig)
-    sizes = replace(plan, problem=packed, scheduler="dynamic").sizes()
+def _cut_forward(
+    problem: AttentionProblem,
+    config: HopperForwardConfig,
+    sizes: Sizes,
+    buffers: Buffers,
+    kernel: str,
+) -> Program:
+    """`forward` of a dense call whose rows are cut into packed sequences, of these sizes."""
+    packed = packed_problem(problem)
     arrays = hopper_cuts.packed_buffers(packed, buffers, *_OF_TOKENS)
     sizes = replace(sizes, workspaces=(*sizes.workspaces, *hopper_cuts.scratch(arrays)))
     arrays, dense = with_scratch(arrays, sizes), with_scratch(buffers, sizes)

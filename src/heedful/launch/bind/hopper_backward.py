@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.cuts import packed_problem
 from heedful.core.planning.plan import Plan
 from heedful.core.planning.sizes import LaunchSizes, Sizes, Workspace, ceil_div
 from heedful.core.registry.tiles import (
@@ -46,10 +47,10 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
     kernel = plan.variant_of("backward").configs[0]
     config = plan.configs[kernel]
     assert isinstance(config, HopperBackwardConfig)
-    if config.cuts_rows and hopper_cuts.are_cut(problem, buffers, *_OF_TOKENS):
-        made = _cut_backward(problem, plan, kernel, config, buffers)
-        if made is not None:
-            return made
+    if config.cuts_rows:
+        cut = hopper_cuts.cut_sizes(plan, buffers, "backward", *_OF_TOKENS)
+        if cut is not None:
+            return _cut_backward(problem, cut, kernel, config, buffers)
     stored_k = None if problem.varlen_k else buffers["k"].shape[1]
     sizes = plan.sizes(direction="backward", stored_k=stored_k)
     if problem.block_mask:
@@ -73,17 +74,13 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
 
 def _cut_backward(
     problem: AttentionProblem,
-    plan: Plan,
+    sizes: Sizes,
     kernel: str,
     config: HopperBackwardConfig,
     buffers: Buffers,
-) -> Program | None:
-    """`backward` of a dense call whose rows are cut into packed sequences; None where visits are
-    split."""
-    packed = hopper_cuts.packed_problem(problem)
-    sizes = hopper_cuts.backward_sizes(packed, plan, kernel)
-    if any(w.name == "partials" for w in sizes.workspaces):
-        return None
+) -> Program:
+    """`backward` of a dense call whose rows are cut into packed sequences, of these sizes."""
+    packed = packed_problem(problem)
     arrays = hopper_cuts.packed_buffers(packed, buffers, *_OF_TOKENS)
     sizes = replace(sizes, workspaces=(*sizes.workspaces, *hopper_cuts.scratch(arrays)))
     arrays, dense = with_scratch(arrays, sizes), with_scratch(buffers, sizes)

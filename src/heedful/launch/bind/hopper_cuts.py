@@ -1,19 +1,13 @@
 """Programs of dense calls with key_ranges as those of packed calls, whose sequences are cut where
 rows part: see kernels/hopper/forward/cut_rows.py."""
 
-from dataclasses import replace
-
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.call.problem import AttentionProblem
+from heedful.core.call.storage import rows_follow
+from heedful.core.planning import cuts
 from heedful.core.planning.plan import Plan
-from heedful.core.planning.sizes import (
-    LaunchSizes,
-    Sizes,
-    Workspace,
-    ceil_div,
-    seen_entries,
-)
-from heedful.core.registry.tiles import CUT_BLOCKS, CUT_ROWS, PART_BLOCKS, HopperBackwardConfig
+from heedful.core.planning.sizes import Sizes, Workspace, ceil_div
+from heedful.core.registry.tiles import CUT_BLOCKS, CUT_ROWS, PART_BLOCKS
 from heedful.kernels.args import hopper as args
 from heedful.launch.bind import groups, hopper_groups
 from heedful.launch.bind.groups import Buffers, pointer
@@ -24,20 +18,12 @@ NAMES = {"cu_seqlens_q": "cut_tokens", "cu_seqlens_k": "cut_tokens", "key_ranges
 _MODULE = "heedful.kernels.hopper.forward.cut_rows"
 
 
-def are_cut(problem: AttentionProblem, buffers: Buffers, *names: str) -> bool:
-    """Whether these arrays of batch entries can be those of packed sequences: entries follow each
-    other as rows do, and all heads have the same ranges."""
-    arrays = [buffers[name] for name in names]
-    follow = all(x.shape[0] == 1 or x.strides[0] == x.shape[1] * x.strides[1] for x in arrays)
-    is_some = problem.batch > 0 and problem.seqlen_q > 0
-    return follow and is_some and not hopper_groups.own_ranges(buffers)
-
-
-def packed_problem(problem: AttentionProblem) -> AttentionProblem:
-    """The packed call: a sequence for each CUT_ROWS rows of each entry, most of which are empty."""
-    sequences = problem.batch * ceil_div(problem.seqlen_q, CUT_ROWS)
-    total = problem.batch * problem.seqlen_q
-    return replace(problem, batch=sequences, total_q=total, total_k=total)
+def cut_sizes(plan: Plan, buffers: Buffers, direction: str, *names: str) -> Sizes | None:
+    """The sizes of a call whose rows are cut; None where they are not. Rows of these arrays' batch
+    entries have to follow each other, also of those that no plan knows, such as dO."""
+    follow = all(rows_follow(buffers[name]) for name in names)
+    own = hopper_groups.own_ranges(buffers)
+    return cuts.sizes_of(plan, direction) if follow and not own else None
 
 
 def packed_buffers(problem: AttentionProblem, buffers: Buffers, *names: str) -> Buffers:
@@ -54,21 +40,6 @@ def packed_buffers(problem: AttentionProblem, buffers: Buffers, *names: str) -> 
     tokens = ArraySpec.contiguous((problem.batch + 1,), "int32")
     ranges = ArraySpec.contiguous((problem.total_q or 0, 2), "int32")
     return made | {"cu_seqlens_q": tokens, "cu_seqlens_k": tokens, "key_ranges": ranges}
-
-
-def backward_sizes(problem: AttentionProblem, plan: Plan, kernel: str) -> Sizes:
-    """The sizes of the packed backward, with programs for the tiles of all sequences, not for as
-    many of each as the longest one might have."""
-    sizes = replace(plan, problem=problem).sizes(direction="backward")
-    config = plan.configs[kernel]
-    assert isinstance(config, HopperBackwardConfig)
-    rows = seen_entries(problem, config.block_m)
-    launches = dict(sizes.launches)
-    for name in ("hopper.backward_prologue", "hopper.backward_epilogue"):
-        launches[name] = LaunchSizes((rows * problem.heads_q, 1, 1), {"q_blocks": rows})
-    numbers = launches["hopper.query_hulls"].numbers
-    launches["hopper.query_hulls"] = LaunchSizes((numbers["entries"], 1, 1), numbers)
-    return replace(sizes, launches=launches)
 
 
 def scratch(packed: Buffers) -> tuple[Workspace, ...]:

@@ -43,8 +43,7 @@ def inputs(problem: AttentionProblem) -> Buffers:
     if p.tree_mask:
         buffers["tree_mask"] = make((p.batch, p.seqlen_q, p.seqlen_q), "bool")
     if p.key_ranges:
-        rows = (p.total_q,) if p.total_q is not None else (p.batch, p.heads_q, p.seqlen_q)
-        buffers["key_ranges"] = make((*rows, 2 * p.key_ranges), "int32")
+        buffers["key_ranges"] = _ranges(p)
     if p.block_mask:
         # Lists of every tile, and one tile's bits.
         tiles_q, tiles_k = (-(-n // p.block_mask) for n in (p.seqlen_q, p.seqlen_k))
@@ -69,6 +68,17 @@ def inputs(problem: AttentionProblem) -> Buffers:
     if p.page_size:
         buffers["block_table"] = make((p.batch, _pages(p)), "int32")
     return buffers
+
+
+def _ranges(p: AttentionProblem) -> ArraySpec:
+    """The key_ranges, which have a stride of 0 where heads share them."""
+    pairs, make = 2 * p.key_ranges, ArraySpec.contiguous
+    if p.total_q is not None:
+        return make((p.total_q, pairs), "int32")
+    shape = (p.batch, p.heads_q, p.seqlen_q, pairs)
+    if p.own_ranges:
+        return make(shape, "int32")
+    return ArraySpec(shape, (p.seqlen_q * pairs, 0, pairs, 1), "int32")
 
 
 def results(problem: AttentionProblem) -> Buffers:

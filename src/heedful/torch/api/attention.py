@@ -16,7 +16,7 @@ from heedful.core.call.arguments import (
     new_options,
     one_sink,
 )
-from heedful.core.call.numerics import with_numerics
+from heedful.core.call.numerics import Documents, with_documents, with_numerics
 from heedful.core.call.operands import Operands
 from heedful.masks.block_mask import BlockMask, block_operands
 from heedful.torch.base.dispatch import needs_dispatcher
@@ -48,7 +48,7 @@ def flash_attn_func(
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     q_offset: int | Tensor | None = None,
-    key_ranges: Tensor | None = None,
+    key_ranges: Tensor | Documents | None = None,
     block_mask: BlockMask | None = None,
     bias: Tensor | None = None,
     rel_bias: Tensor | None = None,
@@ -160,6 +160,8 @@ def flash_attn_func(
         dropout_origin, origins = origin_of_each(dropout_origin)
     if not numerics is sm_margin is None:
         backend = with_numerics(backend, numerics, sm_margin)
+    if key_ranges is not None:
+        backend, key_ranges = with_documents(backend, key_ranges)
     q_offsets = None
     if q_offset is not None:
         q_offset, q_offsets = offset_of_each(q_offset)
@@ -240,7 +242,7 @@ def flash_attn_varlen_func(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     q_offset: int | Tensor | None = None,
-    key_ranges: Tensor | None = None,
+    key_ranges: Tensor | Documents | None = None,
     block_mask: BlockMask | None = None,
     bias: Tensor | None = None,
     rel_bias: Tensor | None = None,
@@ -306,6 +308,8 @@ def flash_attn_varlen_func(
         dropout_origin, origins = origin_of_each(dropout_origin)
     if not numerics is sm_margin is None:
         backend = with_numerics(backend, numerics, sm_margin)
+    if key_ranges is not None:
+        backend, key_ranges = with_documents(backend, key_ranges)
     q_offsets = None
     if q_offset is not None:
         q_offset, q_offsets = offset_of_each(q_offset)

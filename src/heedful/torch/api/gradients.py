@@ -17,7 +17,7 @@ from heedful.core.call.arguments import (
     one_sink,
 )
 from heedful.core.call.describe import check_last_dim, check_packed, check_writable
-from heedful.core.call.numerics import with_numerics
+from heedful.core.call.numerics import Documents, with_documents, with_numerics
 from heedful.core.call.operands import Gradients, Operands
 from heedful.masks.block_mask import BlockMask, block_operands
 from heedful.torch.api.attention import plain_lengths
@@ -57,7 +57,7 @@ def attention_backward(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     q_offset: int | Tensor | None = None,
-    key_ranges: Tensor | None = None,
+    key_ranges: Tensor | Documents | None = None,
     block_mask: BlockMask | None = None,
     bias: Tensor | None = None,
     rel_bias: Tensor | None = None,
@@ -115,6 +115,8 @@ def attention_backward(
         dropout_origin, origins = origin_of_each(dropout_origin)
     if sm_margin is not None:
         backend = with_numerics(backend, None, sm_margin)
+    if key_ranges is not None:
+        backend, key_ranges = with_documents(backend, key_ranges)
     q_offsets = None
     if q_offset is not None:
         q_offset, q_offsets = offset_of_each(q_offset)

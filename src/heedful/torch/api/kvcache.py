@@ -22,7 +22,7 @@ from heedful.core.call.arguments import (
     one_sink,
 )
 from heedful.core.call.describe_cache import attention_part, check_cache, last_rotated_length
-from heedful.core.call.numerics import with_numerics
+from heedful.core.call.numerics import Documents, with_documents, with_numerics
 from heedful.core.call.operands import Operands
 from heedful.masks.block_mask import BlockMask, block_operands
 from heedful.torch.api.prefix import Prefix, keeps_rest, prefixed
@@ -90,7 +90,7 @@ def flash_attn_with_kvcache(
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     tree_mask: Tensor | None = None,
-    key_ranges: Tensor | None = None,
+    key_ranges: Tensor | Documents | None = None,
     block_mask: BlockMask | None = None,
     rel_bias: Tensor | None = None,
     shared_prefix: tuple[Tensor, Tensor] | None = None,
@@ -167,6 +167,8 @@ def flash_attn_with_kvcache(
         window_size = plain_window(window_size)
     more = numerics, sm_margin
     backend = backend if numerics is sm_margin is None else with_numerics(backend, *more)
+    if key_ranges is not None:
+        backend, key_ranges = with_documents(backend, key_ranges)
     if not dispatched and any_autocast() and is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k_cache, k, v)
     scores = softmax_scale, causal, window_size, softcap

@@ -301,7 +301,9 @@ class GpuBackward:
             for name in mapped:
                 shape, strides, dtype, *_ = specs[name]
                 assert are_mappable(shape, strides, item_bytes(dtype)), name
-            facts = storage(specs["q"], specs["k"], specs["v"], specs["out"])
+            facts = storage(
+                *(specs[name] for name in ("q", "k", "v", "out")), plan.problem.key_ranges > 0
+            )
             made = {name: specs[name[1:]] for name in names}
             if "dbias" in made:
                 shape, strides, *_ = bias = made["dbias"]

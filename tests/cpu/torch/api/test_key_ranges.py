@@ -6,6 +6,7 @@ from torch.func import grad, vmap
 
 import heedful.torch as heedful
 from heedful.core.call.operands import Operands
+from heedful.masks import Documents
 from support.problems.budget import check
 from support.problems.cases import Case, build
 from support.runs import api
@@ -82,10 +83,10 @@ def loss(q, k, v, ranges):
 
 def test_compiled_code_takes_ranges_and_their_gradients():
     q, k, v = api.dense()
-    ranges = drawn(2, 1, 9, 4)
+    ranges = drawn(2, 1, 9, 2)
     want = grad(loss, (0, 1, 2))(q, k, v, ranges)
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    api.compiled(loss)(*leaves, ranges).backward()
+    api.compiled(loss)(*leaves, Documents(ranges)).backward()
     torch.testing.assert_close(tuple(t.grad for t in leaves), want)
 
 

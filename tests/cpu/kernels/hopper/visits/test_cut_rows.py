@@ -41,7 +41,7 @@ def documents(*lengths: int) -> torch.Tensor:
     """(2, 1, rows, 2): documents in one row, a single one in the other."""
     rows = sum(lengths)
     ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    return masks.documents(torch.stack([ids, torch.zeros(rows, dtype=ids.dtype)]))
+    return masks.documents(torch.stack([ids, torch.zeros(rows, dtype=ids.dtype)])).ranges
 
 
 def padded(rows: int, *pads: int) -> torch.Tensor:
@@ -59,7 +59,7 @@ KINDS = {
     "documents": (documents(100, 300, 57, 443), [0, 400, 900]),
     "padding": (padded(900, 130, 0), [0, 130, 900]),
     "one row sees all": (cut_short(900), [0, 900]),
-    "one document": (masks.documents(torch.zeros(2, 900, dtype=torch.int32)), [0, 900]),
+    "one document": (masks.documents(torch.zeros(2, 900, dtype=torch.int32)).ranges, [0, 900]),
 }
 
 

@@ -73,7 +73,7 @@ def interpreted_calls(case: Case, direction: str, *functions: str, lengths: tupl
     built = build(case)
     if lengths:
         ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        built.x.key_ranges[:, :1].copy_(masks.documents(ids.expand(case.batch, -1)))
+        built.x.key_ranges[:, :1].copy_(masks.documents(ids.expand(case.batch, -1)).ranges)
     x = {name: t for name, t in built.x._asdict().items() if t is not None}
     backend = forced("hopper+hides_rows=1") if lengths else "hopper"
     chosen = plan(built.problem, by_name("H200"), backend=backend)
