@@ -96,7 +96,7 @@ def test_rows_are_cut_by_default_where_it_was_measured_alone(facts):
     usual |= sizes | {"documents": True}
     for dim in (64, 128):
         made = plan(AttentionProblem.dense(**usual, head_dim=dim), H200)
-        assert [c.cuts_rows for c in made.configs.values() if hasattr(c, "cuts_rows")] == [True] * 2
+        assert [getattr(c, "cuts_rows", None) for c in made.configs.values()] == [True] * 2
     made = plan(AttentionProblem.dense(**{**usual, **facts}), H200)
     assert not any(getattr(config, "cuts_rows", False) for config in made.configs.values())
     assert "cuts_rows" not in planning.explain(made) and "cut into" not in planning.explain(made)

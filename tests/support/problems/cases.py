@@ -393,6 +393,8 @@ def _problem(case: Case, x: Operands) -> AttentionProblem:
         key_ranges=case.key_ranges,
         own_ranges=x.key_ranges is not None and have_own_ranges(array_spec(x.key_ranges)),
         block_mask=case.block_mask,
+        # Both are right for any lists.
+        scattered=case.block_mask > 0 and case.seed % 2 == 1,
         kv_group=case.kv_group,
         kv_shift=case.kv_shift,
         needs_grad=case.backward,
@@ -402,7 +404,7 @@ def _problem(case: Case, x: Operands) -> AttentionProblem:
         deterministic=case.deterministic,
         num_splits=case.num_splits,
         v_in_k=case.v_in_k,
-        **storage(*map(array_spec, x[:3]), None, case.key_ranges > 0),
+        **storage(array_spec(x.q), array_spec(x.k), array_spec(x.v), None, case.key_ranges > 0),
         dropout_origin=case.dropout_origin if not case.origins else (0, 0, 0, 0),
         origins=case.origins if case.dropout_p else 0,
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from heedful.core.base import numbers
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.numbers import ints, real, truth, whole, wrong_type
-from heedful.core.call.numerics import with_documents, with_numerics
+from heedful.core.call.numerics import with_block_mask, with_documents, with_numerics
 from heedful.core.call.operands import Operands
 
 # The dropout origin of a call that is no shard.
@@ -160,6 +160,7 @@ def bind(kind: str, arguments: dict[str, Any]) -> tuple[Operands, Options, Cache
     more = [arguments.get(name) for name in ("numerics", "sm_margin")]
     backend = with_numerics(options.backend, *more)
     backend, ranges = with_documents(backend, x.key_ranges)
+    backend = with_block_mask(backend, arguments.get("block_mask"))
     x, options = x._replace(key_ranges=ranges), options._replace(backend=backend)
     # One argument: an array where each sequence has its own.
     if getattr(options.q_offset, "ndim", 0):

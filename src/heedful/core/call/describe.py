@@ -16,7 +16,7 @@ from heedful.core.base.symbols import larger, smaller
 from heedful.core.call.arguments import WHOLE, AttentionCall, Options, argument_name
 from heedful.core.call.block_mask import check_blocks
 from heedful.core.call.mask import mask_of
-from heedful.core.call.numerics import has_documents, is_invariant
+from heedful.core.call.numerics import are_scattered, has_documents, is_invariant
 from heedful.core.call.operands import LENGTHS, SCALES, Operands
 from heedful.core.call.problem import (
     ITEM_BITS,
@@ -110,6 +110,7 @@ def check(call: AttentionCall) -> AttentionProblem:
         own_ranges=have_own_ranges(x.key_ranges),
         documents=x.key_ranges is not None and has_documents(options.backend),
         block_mask=check_blocks(x, sizes),
+        scattered=x.block_rows is not None and are_scattered(options.backend),
         kv_group=_check_scales(x, options, sizes, dtype, kv_dtype),
         kv_shift=x.k_shift is not None,
         needs_grad=call.needs_grad,

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 from heedful.core.base import settings
 from heedful.core.base.numbers import whole, wrong_type
 
-_NUMERICS, _MARGIN, _DOCUMENTS = " numerics=", " sm_margin=", " key_ranges=documents"
+_NUMERICS, _MARGIN = " numerics=", " sm_margin="
+_DOCUMENTS, _SCATTERED = " key_ranges=documents", " block_mask=scattered"
+_MARKS = _NUMERICS, _MARGIN, _DOCUMENTS, _SCATTERED
 
 
 class Documents(NamedTuple):
@@ -49,8 +51,23 @@ def with_documents(backend: Any, key_ranges: Any) -> tuple[Any, Any]:
     it is: it says itself whether rows are cut."""
     if not isinstance(key_ranges, Documents):
         return backend, key_ranges
+    return _with_word(backend, _DOCUMENTS), key_ranges.ranges
+
+
+def with_block_mask(backend: Any, block_mask: Any) -> Any:
+    """The option `backend` of a call with this BlockMask. A choice by hand stays as it is."""
+    is_scattered = getattr(block_mask, "scattered", False) is True
+    return _with_word(backend, _SCATTERED) if is_scattered else backend
+
+
+def _with_word(backend: Any, word: str) -> Any:
     is_name = backend is None or (isinstance(backend, str) and not hasattr(backend, "options"))
-    return f"{backend or ''}{_DOCUMENTS}" if is_name else backend, key_ranges.ranges
+    return f"{backend or ''}{word}" if is_name else backend
+
+
+def are_scattered(option: str | None) -> bool:
+    """Whether the lists of a call with this option are scattered, see `BlockMask`."""
+    return option is not None and _SCATTERED in option
 
 
 def has_documents(option: str | None) -> bool:
@@ -60,7 +77,7 @@ def has_documents(option: str | None) -> bool:
 
 def backend_of(option: str | None) -> str | None:
     """The backend in this option; None if it names none."""
-    if option is None or not any(mark in option for mark in (_NUMERICS, _MARGIN, _DOCUMENTS)):
+    if option is None or not any(mark in option for mark in _MARKS):
         return option
     return option.partition(" ")[0] or None
 

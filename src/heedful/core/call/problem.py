@@ -62,24 +62,24 @@ class AttentionProblem:
     q_offsets: whether the call has them. key_ranges: how many ranges of keys each row has, 0
     without such a mask; own_ranges: whether heads have ranges of their own; documents: whether
     these ranges are said to be those of documents (`Documents`). block_mask: rows and keys of a
-    tile of the block mask, 0 without one. kv_group: how many values
-    share one scale of a quantised cache, 0 for a scale per head or none. kv_shift: the quantised
-    cache has a zero shift per scale. needs_grad, bias_grad, rel_bias_grad: whether a backward will
-    follow, and whether it computes the gradients of these two. return_lse: whether the caller reads
-    the log-sum-exp. return_probs: the sign-coded dropped probabilities are wanted (tests).
-    max_scores: the largest score of each row is wanted, without the sink. keeps_rest: the rounding
-    error of the log-sum-exp is wanted beside it, for a merge on a GPU. deterministic: the backward
-    must be bit-equal from run to run. num_splits: 0 = choose, 1 = do not split the keys, n = split
-    them in n. aligned: all bases and strides are multiples of 16 bytes. even_rows: the batch stride
-    of K and V (or the stride of pages) is a multiple of the row stride, and less than 2^30 rows.
-    near_rows: rows of Q, K, V and the output begin less than NEAR_BYTES apart. rows_follow: beside
-    key_ranges, their rows of a batch entry follow those of the entry before. v_in_k: V is a view
-    of the first head_dim_v values of each row of K (MLA). dropout_origin: (batch, head, row,
-    column) of this call's first score in the whole problem, so that a shard draws the mask that the
-    unsharded call would. origins: 4 where each sequence has its own place, whose columns count in
-    fours, 1 where they do not, 0 without. invariant: a row's bits depend on its query, on the keys
-    and values that it sees, on their positions and on options, and on nothing else
-    (numerics="invariant").
+    tile of the block mask, 0 without one; scattered: whether its lists are said to be scattered
+    (`BlockMask`). kv_group: how many values share one scale of a quantised cache, 0 for a scale per
+    head or none. kv_shift: the quantised cache has a zero shift per scale. needs_grad, bias_grad,
+    rel_bias_grad: whether a backward will follow, and whether it computes the gradients of these
+    two. return_lse: whether the caller reads the log-sum-exp. return_probs: the sign-coded dropped
+    probabilities are wanted (tests). max_scores: the largest score of each row is wanted, without
+    the sink. keeps_rest: the rounding error of the log-sum-exp is wanted beside it, for a merge on
+    a GPU. deterministic: the backward must be bit-equal from run to run. num_splits: 0 = choose, 1
+    = do not split the keys, n = split them in n. aligned: all bases and strides are multiples of 16
+    bytes. even_rows: the batch stride of K and V (or the stride of pages) is a multiple of the row
+    stride, and less than 2^30 rows. near_rows: rows of Q, K, V and the output begin less than
+    NEAR_BYTES apart. rows_follow: beside key_ranges, their rows of a batch entry follow those of
+    the entry before. v_in_k: V is a view of the first head_dim_v values of each row of K (MLA).
+    dropout_origin: (batch, head, row, column) of this call's first score in the whole problem, so
+    that a shard draws the mask that the unsharded call would. origins: 4 where each sequence has
+    its own place, whose columns count in fours, 1 where they do not, 0 without. invariant: a row's
+    bits depend on its query, on the keys and values that it sees, on their positions and on
+    options, and on nothing else (numerics="invariant").
     """
 
     batch: int
@@ -113,6 +113,7 @@ class AttentionProblem:
     own_ranges: bool = False
     documents: bool = False
     block_mask: int = 0
+    scattered: bool = False
     kv_group: int = 0
     kv_shift: bool = False
     needs_grad: bool = False

@@ -29,7 +29,7 @@ def sizes_of(plan: "Plan", direction: str) -> Sizes | None:
     if not is_some or (direction == "forward" and plan.is_split):
         return None
     packed = replace(plan, problem=packed_problem(plan.problem))
-    if direction == "forward":
+    if isinstance(config, HopperForwardConfig):
         return replace(packed, scheduler="dynamic").sizes()
     return _backward_sizes(packed, kernel, config)
 

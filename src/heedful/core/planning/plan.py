@@ -346,7 +346,7 @@ def _configs(
         kernel: configs.choose(kernel, _as_seen(kernel, problem, forward), device)
         for kernel in kernels
     }
-    if problem.documents:
+    if problem.documents or problem.scattered:
         rows = {k: with_options_of_mask(row, problem) for k, row in rows.items()}
     if by_hand:
         rows = {k: with_options(row, by_hand, problem) for k, row in rows.items()}

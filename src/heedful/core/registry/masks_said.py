@@ -6,22 +6,43 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.core.registry.configs import ConfigRow
 from heedful.core.registry.tiles import HopperBackwardConfig, HopperForwardConfig
 
+# A consumer's keys of a work tile.
+_LIST_KEYS = 64
+# Head dims for which both were timed (measurements/hopper-forward.md, "Rows cut where documents
+# begin"; measurements/hopper-backward.md, "Lists of tiles of 64, a list a work tile").
+_TIMED_DIMS = (64, 128)
+
 
 def with_options_of_mask(row: ConfigRow, problem: AttentionProblem) -> ConfigRow:
     """The row, whose tiles are those of its kernel for this problem, with these options."""
-    kinds = HopperForwardConfig, HopperBackwardConfig
-    if isinstance(row.config, kinds) and row.kernel in _LEAST and _cuts_documents(row, problem):
-        return replace(row, config=replace(row.config, cuts_rows=True))
+    config, is_timed = row.config, problem.head_dim == problem.head_dim_v in _TIMED_DIMS
+    if not is_timed:
+        return row
+    if row.kernel == "hopper.forward" and isinstance(config, HopperForwardConfig):
+        return replace(row, config=replace(config, cuts_rows=_cuts_forward(problem)))
+    if row.kernel == "hopper.backward" and isinstance(config, HopperBackwardConfig):
+        block_n = _LIST_KEYS if _takes_lists_apart(problem) else config.block_n
+        made = replace(config, cuts_rows=_cuts_backward(problem), block_n=block_n)
+        return replace(row, config=made)
     return row
 
 
-# By kernel: rows of all heads from which on rows are cut.
-_LEAST = {"hopper.forward": 1 << 18, "hopper.backward": 1 << 16}
+def _rows(problem: AttentionProblem) -> int:
+    return problem.batch * problem.seqlen_q * problem.heads_q
 
 
-def _cuts_documents(row: ConfigRow, problem: AttentionProblem) -> bool:
-    """Whether rows are cut where documents begin. Head dims, masks and sizes are those that were
-    timed (measurements/hopper-forward.md, "Rows cut where documents begin")."""
-    is_timed = problem.head_dim == problem.head_dim_v in (64, 128) and problem.mask.left < 0
-    rows = problem.batch * problem.seqlen_q * problem.heads_q
-    return problem.documents and is_timed and bool(rows >= _LEAST[row.kernel])
+def _cuts_forward(problem: AttentionProblem) -> bool:
+    """Whether rows are cut where documents begin. The launches that find it take some 9 us; several
+    batch entries lose 3 to 6 %, one row of 8192 tokens and 16 heads gains as often as it loses."""
+    is_long = problem.batch == 1 and _rows(problem) >= 1 << 18
+    return problem.documents and problem.mask.left < 0 and bool(is_long)
+
+
+def _cuts_backward(problem: AttentionProblem) -> bool:
+    is_long = bool(_rows(problem) >= 1 << 16)
+    return problem.documents and problem.mask.left < 0 and is_long
+
+
+def _takes_lists_apart(problem: AttentionProblem) -> bool:
+    """Whether a list of 64 keys has a work tile of its own, and not its union with the next."""
+    return problem.scattered and problem.block_mask == _LIST_KEYS

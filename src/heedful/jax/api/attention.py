@@ -9,7 +9,7 @@ from jax import numpy as jnp
 from jax.typing import ArrayLike
 
 from heedful.core.call.arguments import ROWS, WHOLE, Options, Quads, is_asked, one_sink
-from heedful.core.call.numerics import Documents, with_documents, with_numerics
+from heedful.core.call.numerics import Documents, with_block_mask, with_documents, with_numerics
 from heedful.core.call.operands import Operands
 from heedful.jax.traced.call import attend
 from heedful.masks.block_mask import BlockMask, block_operands
@@ -137,6 +137,7 @@ def flash_attn_func(
     """
     backend = with_numerics(backend, numerics, sm_margin)
     backend, key_ranges = with_documents(backend, key_ranges)
+    backend = with_block_mask(backend, block_mask)
     options = Options(
         kind="dense",
         dropout_p=dropout_p,
@@ -250,6 +251,7 @@ def flash_attn_varlen_func(
     """
     backend = with_numerics(backend, numerics, sm_margin)
     backend, key_ranges = with_documents(backend, key_ranges)
+    backend = with_block_mask(backend, block_mask)
     options = Options(
         kind="varlen",
         max_seqlen_q=max_seqlen_q,

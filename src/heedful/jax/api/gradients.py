@@ -7,7 +7,7 @@ from jax.typing import ArrayLike
 
 from heedful.core.call.arguments import WHOLE, Options, Quads, one_sink
 from heedful.core.call.describe import check_packed
-from heedful.core.call.numerics import Documents, with_documents, with_numerics
+from heedful.core.call.numerics import Documents, with_block_mask, with_documents, with_numerics
 from heedful.core.call.operands import Gradients, Operands
 from heedful.jax.traced.call import differentiate
 from heedful.masks.block_mask import BlockMask, block_operands
@@ -83,6 +83,7 @@ def attention_backward(
     longest = (max_seqlen_q, max_seqlen_k) if packed else None
     backend = with_numerics(backend, None, sm_margin)
     backend, key_ranges = with_documents(backend, key_ranges)
+    backend = with_block_mask(backend, block_mask)
     options = Options(
         kind="varlen" if packed else "dense",
         max_seqlen_q=max_seqlen_q,

@@ -16,7 +16,7 @@ from heedful.core.call.arguments import (
     new_options,
     one_sink,
 )
-from heedful.core.call.numerics import Documents, with_documents, with_numerics
+from heedful.core.call.numerics import Documents, with_block_mask, with_documents, with_numerics
 from heedful.core.call.operands import Operands
 from heedful.masks.block_mask import BlockMask, block_operands
 from heedful.torch.base.dispatch import needs_dispatcher
@@ -162,6 +162,8 @@ def flash_attn_func(
         backend = with_numerics(backend, numerics, sm_margin)
     if key_ranges is not None:
         backend, key_ranges = with_documents(backend, key_ranges)
+    if block_mask is not None:
+        backend = with_block_mask(backend, block_mask)
     q_offsets = None
     if q_offset is not None:
         q_offset, q_offsets = offset_of_each(q_offset)
@@ -310,6 +312,8 @@ def flash_attn_varlen_func(
         backend = with_numerics(backend, numerics, sm_margin)
     if key_ranges is not None:
         backend, key_ranges = with_documents(backend, key_ranges)
+    if block_mask is not None:
+        backend = with_block_mask(backend, block_mask)
     q_offsets = None
     if q_offset is not None:
         q_offset, q_offsets = offset_of_each(q_offset)

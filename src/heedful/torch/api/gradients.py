@@ -17,7 +17,7 @@ from heedful.core.call.arguments import (
     one_sink,
 )
 from heedful.core.call.describe import check_last_dim, check_packed, check_writable
-from heedful.core.call.numerics import Documents, with_documents, with_numerics
+from heedful.core.call.numerics import Documents, with_block_mask, with_documents, with_numerics
 from heedful.core.call.operands import Gradients, Operands
 from heedful.masks.block_mask import BlockMask, block_operands
 from heedful.torch.api.attention import plain_lengths
@@ -117,6 +117,8 @@ def attention_backward(
         backend = with_numerics(backend, None, sm_margin)
     if key_ranges is not None:
         backend, key_ranges = with_documents(backend, key_ranges)
+    if block_mask is not None:
+        backend = with_block_mask(backend, block_mask)
     q_offsets = None
     if q_offset is not None:
         q_offset, q_offsets = offset_of_each(q_offset)

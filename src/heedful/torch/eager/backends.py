@@ -301,9 +301,8 @@ class GpuBackward:
             for name in mapped:
                 shape, strides, dtype, *_ = specs[name]
                 assert are_mappable(shape, strides, item_bytes(dtype)), name
-            facts = storage(
-                *(specs[name] for name in ("q", "k", "v", "out")), plan.problem.key_ranges > 0
-            )
+            by_ranges = plan.problem.key_ranges > 0
+            facts = storage(specs["q"], specs["k"], specs["v"], specs["out"], by_ranges)
             made = {name: specs[name[1:]] for name in names}
             if "dbias" in made:
                 shape, strides, *_ = bias = made["dbias"]
