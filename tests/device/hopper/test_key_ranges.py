@@ -356,3 +356,43 @@ def test_a_captured_call_cuts_the_rows_of_its_replay():
         seen = torch.arange(1000, device="cuda") >= first[:, None]
         want = heedful.flash_attn_func(q, k, v, causal=True, bias=seen)
         torch.testing.assert_close(out, want, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_documents_are_cut_by_default_and_are_packed_sequences(head_dim):
+    """Also where a captured call gets other documents in the same memory."""
+    seqlen, place = 16384, torch.arange(16384, device="cuda")
+    made = torch.randn(4, 1, seqlen, 16, head_dim, device="cuda", dtype=torch.bfloat16)
+    *inputs, dout = made.unbind(0)
+    q, k, v = (x.requires_grad_() for x in inputs)
+    documents = masks.documents(place[None] // 1000)
+
+    def called(**how):
+        out = heedful.flash_attn_func(q, k, v, causal=True, **how)
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    def compared(got, length):
+        starts = torch.arange(0, seqlen + length, length, device="cuda").clamp(max=seqlen).int()
+        flat = [x.detach().flatten(0, 1).requires_grad_() for x in (q, k, v)]
+        out = heedful.flash_attn_varlen_func(*flat, starts, starts, length, length, causal=True)
+        want = out, *torch.autograd.grad(out, flat, dout.flatten(0, 1))
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one.flatten(0, 1), other, atol=0.03, rtol=0.03)
+
+    words = heedful.explain(heedful.flash_attn_func, q, k, v, causal=True, key_ranges=documents)
+    assert "forward and backward: cut into packed sequences" in words
+    got = called(key_ranges=documents)
+    by_hand = called(key_ranges=documents.ranges, backend=named("hopper", cuts_rows=1))
+    assert torch.equal(got[0], by_hand[0])
+    compared(got, 1000)
+    with torch.no_grad():
+        graph = torch.cuda.CUDAGraph()
+        heedful.flash_attn_func(q, k, v, causal=True, key_ranges=documents)
+        torch.cuda.synchronize()
+        with graph_capture(graph):
+            out = heedful.flash_attn_func(q, k, v, causal=True, key_ranges=documents)
+    for length in (1000, 3000, 77):
+        documents.ranges.copy_(masks.documents(place[None] // length).ranges)
+        graph.replay()
+        assert torch.equal(out, called(key_ranges=documents)[0])
+        compared(called(key_ranges=documents), length)

@@ -1,5 +1,6 @@
-"""Documents say so to the planner, which cuts their rows where they begin: the same rows by any
-entry and transform, and what runs on an H200, down to a stub of the driver."""
+"""Masks say to the planner what they are: it cuts rows where documents begin, and takes scattered
+lists of tiles one by one. The same results by any entry and transform, and what runs on an H200,
+down to a stub of the driver."""
 
 from typing import Any
 
@@ -15,7 +16,7 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning import plan as planning
 from heedful.core.planning.plan import plan
 from heedful.core.registry.by_hand import forced, named
-from heedful.masks import Documents
+from heedful.masks import BlockMask, Documents
 from heedful.torch import explain
 from support.runs import standin
 from support.runs.api import dense
@@ -169,3 +170,42 @@ def test_jax_takes_documents_and_plans_as_torch_does():
     finally:
         local.plan = kept
     assert {problem.documents for problem in asked} == {True, False}
+
+
+SIZES: Any = {"seqlen_q": 512, "seqlen_k": 512, "side": 64}
+
+
+def test_lists_are_scattered_where_neighbours_have_little_in_common():
+    torch.manual_seed(0)
+    tiles = torch.rand(1, 2, 8, 8).argsort(-1)[..., :2]
+    counts = torch.full((1, 2, 8), 2)
+    assert BlockMask.of_lists(counts, tiles, **SIZES).scattered
+    assert not BlockMask.of_lists(counts, tiles, **SIZES, scattered=False).scattered
+    place = torch.arange(512)
+    window = ((place[:, None] - place).abs() < 150)[None, None]
+    drawn = (torch.rand(1, 1, 8, 8) < 0.2).repeat_interleave(64, -1).repeat_interleave(64, -2)
+    assert not BlockMask.of(window, side=64).scattered
+    assert BlockMask.of(drawn, side=64).scattered
+    assert not BlockMask.of(drawn, side=64, capacity=4).scattered
+    wrong: Any = "all"
+    with pytest.raises(TypeError, match="^scattered must be a bool"):
+        BlockMask.of_lists(counts, tiles, **SIZES, scattered=wrong)
+
+
+def test_scattered_lists_of_64_keys_have_work_tiles_of_their_own():
+    lists = torch.zeros(1, 1, 8, 2, dtype=torch.int32)
+    q, k, v = (torch.zeros(1, 512, 2, 128, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    found = {}
+    for scattered in (True, False):
+        counts = torch.ones(1, 1, 8, dtype=torch.int32)
+        mask = BlockMask.of_lists(counts, lists, **SIZES, scattered=scattered)
+        with standin.gpu("H200"):
+            found[scattered] = explain(heedful.flash_attn_func, q, k, v, block_mask=mask)
+        again = torch.utils._pytree.tree_map(lambda x: x, mask)
+        assert again.scattered == scattered
+    assert "hopper.backward: 64 x 64" in found[True] and "scattered" in found[True]
+    assert "hopper.backward: 64 x 64" not in found[False]
+    for facts in ({"block_mask": 128}, {"head_dim": 96}):
+        usual: Any = {"block_mask": 64, "head_dim": 128, "needs_grad": True, "scattered": True}
+        made = plan(AttentionProblem.dense(1, 512, 512, 2, **usual | facts), H200)
+        assert made.configs["hopper.backward"].block_n == 128
