@@ -346,7 +346,8 @@ def new_masks(heads: int) -> None:
     run = attention(x, causal=True, key_ranges=ranges)
     out = run()
     dout = torch.randn_like(out)
-    kinds = {"key_hulls": 0.0, "query_hulls": 0.0}
+    names = ("part_rows", "cut_rows", "cut_hulls", "key_hulls", "query_hulls")
+    kinds = dict.fromkeys(names, 0.0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         for _ in range(5):
             torch.autograd.grad(run(), x[:3], dout)
