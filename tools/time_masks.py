@@ -46,9 +46,7 @@ def attention(x: list[torch.Tensor], **how: Any) -> Call:
     return lambda: flash_attn_func(q, k, v, **how)
 
 
-def ranged(
-    x: list[torch.Tensor], ranges: torch.Tensor, causal: bool, pairs: int, ways: list[str]
-) -> Calls:
+def ranged(x: list[torch.Tensor], ranges: Any, causal: bool, pairs: int, ways: list[str]) -> Calls:
     """The call by key_ranges, as planned and in each of these ways."""
     call = {"causal": causal, "key_ranges": ranges}
     by_hand = {way: (x, attention(x, **call, backend=forced(way)), pairs) for way in ways}

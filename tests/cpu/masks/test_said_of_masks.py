@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.func import grad, vmap
+from torch.utils import _pytree as pytree
 
 import heedful.torch as heedful
 from heedful import masks
@@ -201,7 +202,7 @@ def test_scattered_lists_of_64_keys_have_work_tiles_of_their_own():
         mask = BlockMask.of_lists(counts, lists, **SIZES, scattered=scattered)
         with standin.gpu("H200"):
             found[scattered] = explain(heedful.flash_attn_func, q, k, v, block_mask=mask)
-        again = torch.utils._pytree.tree_map(lambda x: x, mask)
+        again = pytree.tree_map(lambda x: x, mask)
         assert again.scattered == scattered
     assert "hopper.backward: 64 x 64" in found[True] and "scattered" in found[True]
     assert "hopper.backward: 64 x 64" not in found[False]

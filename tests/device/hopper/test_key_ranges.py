@@ -373,9 +373,11 @@ def test_documents_are_cut_by_default_and_are_packed_sequences(head_dim):
 
     def compared(got, length):
         starts = torch.arange(0, seqlen + length, length, device="cuda").clamp(max=seqlen).int()
-        flat = [x.detach().flatten(0, 1).requires_grad_() for x in (q, k, v)]
-        out = heedful.flash_attn_varlen_func(*flat, starts, starts, length, length, causal=True)
-        want = out, *torch.autograd.grad(out, flat, dout.flatten(0, 1))
+        one, two, three = (x.detach().flatten(0, 1).requires_grad_() for x in (q, k, v))
+        out = heedful.flash_attn_varlen_func(
+            one, two, three, starts, starts, length, length, causal=True
+        )
+        want = out, *torch.autograd.grad(out, (one, two, three), dout.flatten(0, 1))
         for one, other in zip(got, want, strict=True):
             torch.testing.assert_close(one.flatten(0, 1), other, atol=0.03, rtol=0.03)
 
