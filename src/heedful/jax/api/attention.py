@@ -87,7 +87,7 @@ def flash_attn_func(
         key_ranges: int32 (batch or 1, heads_q or 1, seqlen_q, 2 or 4): a query sees keys [a, b) of
             its own, or those of two such ranges, among those that the other masks show. Positions
             count from its sequence's first key. A range is cut to the keys that exist; one with a
-            >= b shows none. `heedful.masks` makes them.
+            >= b shows none. `heedful.masks` makes them, those of documents in `masks.Documents`.
         block_mask: a `heedful.BlockMask`: tiles of queries and keys that the other masks show, too.
         bias: float, broadcastable to (batch, heads_q, seqlen_q, seqlen_k); differentiable. Or bool:
             True where a query sees a key. The call makes it a bias of 16 bits in scratch memory.
