@@ -15,7 +15,7 @@ from support.integrations.language_models import (
     padded_left,
     tokens,
 )
-from support.integrations.other_models import families, first_output
+from support.integrations.other_models import families, first_output, take
 
 MOST_APART = 2e-5
 # The others take a minute.
@@ -143,10 +143,10 @@ def test_other_models_compiled_equal_eager(family, call):
     torch.manual_seed(0)
     each = families()[family]
     made, (given, counts) = each.make().eval(), each.calls[call]
-    made.set_attn_implementation("eager")
+    take(made, "eager")
     with torch.no_grad():
         wanted = first_output(made(**given))
-        made.set_attn_implementation("heedful")
+        take(made, "heedful")
         forward, counter = compiled(made)
         difference = (first_output(forward(**given)) - wanted).abs()
     assert float((difference if counts is None else difference[counts]).max()) <= MOST_APART

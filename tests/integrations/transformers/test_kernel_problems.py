@@ -13,7 +13,7 @@ from heedful.core.base.device import by_name
 from heedful.launch import record
 from kernel_wheel import problems
 from support.integrations.language_models import model
-from support.integrations.other_models import plain
+from support.integrations.other_models import plain, take
 from support.listed import Listed
 from support.runs import standin
 
@@ -190,7 +190,7 @@ def listed() -> Listed:
 def unlisted(made: Any, run: Callable[[Any], None], listed: Listed, path) -> list[str]:
     """Problems that a run has and whose kernels are not all listed."""
     made = made.to(torch.bfloat16)
-    made.set_attn_implementation("heedful")
+    take(made, "heedful")
     with standin.gpu(H200.name), record.record(path):
         run(made)
     found = record.load(path)

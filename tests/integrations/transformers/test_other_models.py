@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from heedful.integrations.transformers import paths, reset_paths
-from support.integrations.other_models import Call, families, first_output
+from support.integrations.other_models import Call, families, first_output, take
 
 MOST_APART, MOST_GRADIENTS_APART = 2e-5, 5e-4
 CALLS = [(family, call) for family, each in families().items() for call in each.calls]
@@ -30,9 +30,10 @@ def drawn(family: str, call: str) -> tuple:
 def with_each(made, run) -> list:
     found = []
     for name in ("eager", "heedful"):
-        made.set_attn_implementation(name)
+        take(made, name)
         reset_paths()
         found.append(run())
+    assert paths()
     return found
 
 

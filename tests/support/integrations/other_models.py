@@ -275,3 +275,11 @@ def first_output(outputs: Any) -> Tensor:
     """The logits, or the hidden states of a model without a head."""
     logits = getattr(outputs, "logits", None)
     return outputs.last_hidden_state if logits is None else logits
+
+
+def take(made: Any, name: str) -> None:
+    """A model and all its parts take an attention. In transformers 5.17 the stacks of T5 have
+    configurations of their own, which the model's set_attn_implementation leaves alone."""
+    for part in made.modules():
+        if isinstance(part, hf.PreTrainedModel):
+            part.set_attn_implementation(name)

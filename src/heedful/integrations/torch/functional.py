@@ -21,7 +21,7 @@ from heedful.integrations.torch import ways
 from heedful.integrations.torch.alignment import from_top_left
 from heedful.integrations.torch.report import Report
 from heedful.torch.api.attention import flash_attn_func
-from heedful.torch.base.dispatch import any_autocast, has_shards, transforms_active
+from heedful.torch.base.dispatch import has_shards, is_ordinary
 from heedful.torch.eager.calls import CALLS
 from heedful.torch.traced.private import constant_when_traced
 
@@ -137,13 +137,7 @@ def scaled_dot_product_attention(
 def _known(query: Any, key: Any, value: Any, facts: tuple) -> tuple[Any, Tensor | None]:
     """How a call without a mask is known, and its output if it came before: None for either. facts:
     all of it but tensors."""
-    if (
-        not (query.__class__ is key.__class__ is value.__class__ is Tensor)
-        or any_autocast()
-        or transforms_active()
-        or forward_ad._current_level >= 0
-        or not _open
-    ):
+    if not _open or not is_ordinary(query, key, value):
         return None, None
     try:
         records, deterministic = is_grad_enabled(), are_deterministic_algorithms_enabled()

@@ -18,6 +18,7 @@ from heedful.integrations.transformers.masks import documents
 from heedful.integrations.transformers.over_ranks import attention_over_ranks
 from heedful.integrations.transformers.paths import count, count_dense
 from heedful.integrations.transformers.weights import attention_weights
+from heedful.torch.eager import heads_first
 
 logger = logging.get_logger("heedful.integrations.transformers")
 # Arguments of other attention functions that change the result, and that ours do not take.
@@ -63,10 +64,6 @@ def attention(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     causal = bool(is_causal)
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if q.shape[0] != k.shape[0]:  # Learned queries, which all rows share.
-        rows = max(q.shape[0], k.shape[0])
-        q, k, v = (x.expand(rows, -1, -1, -1) for x in (q, k, v))
     window = UNBOUNDED
     if sliding_window is not None:
         window = (sliding_window - 1, 0 if causal else sliding_window - 1)
@@ -77,6 +74,23 @@ def attention(
         "softcap": softcap or 0.0,
         "sink": s_aux,
     }
+    place, batch = None, query.shape[0]
+    if (
+        attention_mask is position_bias is s_aux is cu_seq_lens_q is None
+        and query.shape[2] > 1  # A step's number of keys hardly comes again.
+        and batch == key.shape[0]
+        and not (dropout or PLANS or others.get("output_attentions") or is_compiling())
+        and (batch > 1 or _by_positions(None, others.get("position_ids"), options) is None)
+    ):
+        facts = scaling, causal, window, options["softcap"]
+        place, out = heads_first.find(query, key, value, facts)
+        if out is not None:
+            count("plain")
+            return out, None
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if batch != k.shape[0]:  # Learned queries, which all rows share.
+        rows = max(batch, k.shape[0])
+        q, k, v = (x.expand(rows, -1, -1, -1) for x in (q, k, v))
     if PLANS:
         others |= {"cu_seq_lens_q": cu_seq_lens_q, "position_bias": position_bias}
         rows = q, k, v
@@ -95,6 +109,8 @@ def attention(
         if lengths is None:
             count("plain")
             out = flash_attn_func(q, k, v, dropout, **options)
+            if place is not None:
+                heads_first.keep(place, (query, key, value), (q, k, v))
         else:
             out = _compact(q, k, v, lengths, dropout, options)
             mask = lengths.as_mask() if mask is None else mask
