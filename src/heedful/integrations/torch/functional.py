@@ -21,8 +21,9 @@ from heedful.integrations.torch import ways
 from heedful.integrations.torch.alignment import from_top_left
 from heedful.integrations.torch.report import Report
 from heedful.torch.api.attention import flash_attn_func
-from heedful.torch.base.dispatch import has_shards, is_ordinary
+from heedful.torch.base.dispatch import has_shards
 from heedful.torch.eager.calls import CALLS
+from heedful.torch.eager.heads_first import is_ordinary
 from heedful.torch.traced.private import constant_when_traced
 
 NAME = "scaled_dot_product_attention"

@@ -178,18 +178,6 @@ def no_shards(function: str) -> TypeError:
     )
 
 
-def is_ordinary(q: Any, k: Any, v: Any) -> bool:
-    """Whether these are torch's own tensors, and neither autocast, a functorch transform nor
-    forward-mode AD is active. Guards of `same_metadata` see a dispatch mode. Code that
-    torch.compile traces asks for that first."""
-    return (
-        q.__class__ is k.__class__ is v.__class__ is Tensor
-        and not any_autocast()
-        and not transforms_active()
-        and forward_ad._current_level < 0
-    )
-
-
 def needs_dispatcher(q, k, v) -> bool:
     """Whether torch.compile, a functorch transform, a dispatch mode, forward-mode AD or a tensor
     subclass must see this call, or q, k, v are not tensors on a device."""

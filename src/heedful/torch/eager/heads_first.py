@@ -6,11 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, are_deterministic_algorithms_enabled, is_grad_enabled
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
 from heedful.core.call.arguments import ABSENT, NUMBERS, Options, new_options
 from heedful.core.call.operands import Operands
-from heedful.torch.base.dispatch import Likeness, bare_apply, bare_backward, is_ordinary
+from heedful.torch.base.dispatch import (
+    Likeness,
+    any_autocast,
+    bare_apply,
+    bare_backward,
+    transforms_active,
+)
 from heedful.torch.eager.calls import CALLS, Attention
 from heedful.torch.operands.plain import plain_window
 
@@ -20,6 +26,18 @@ class _Known(NamedTuple):
 
     likeness: Likeness
     run: Callable[[Sequence[Tensor], list[int]], Tensor]
+
+
+def is_ordinary(q: Any, k: Any, v: Any) -> bool:
+    """Whether these are torch's own tensors, and neither autocast, a functorch transform nor
+    forward-mode AD is active. `Likeness` sees a dispatch mode. Code that
+    torch.compile traces asks for that first."""
+    return (
+        q.__class__ is k.__class__ is v.__class__ is Tensor
+        and not any_autocast()
+        and not transforms_active()
+        and forward_ad._current_level < 0
+    )
 
 
 def find(q: Tensor, k: Tensor, v: Tensor, facts: tuple) -> tuple[Any, Tensor | None]:
