@@ -2,7 +2,9 @@
 learn and generate, also with caches that live on the host in between. Layers never wait."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 hf = pytest.importorskip("transformers")
 
+import heedful  # noqa: E402
 from heedful.integrations import transformers as plug_in  # noqa: E402
 from heedful.integrations.transformers.attention import attention  # noqa: E402
 from support.integrations.language_models import (  # noqa: E402
@@ -151,7 +154,7 @@ def test_generation_equals_eager_with_each_cache(family, cache):
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
-def test_layers_wait_for_nothing(cache, monkeypatch):
+def test_layers_wait_for_nothing(cache):
     made = model("llama").cuda()
     made.set_attn_implementation("heedful")
     expected = generated(made, cache or "dynamic")
@@ -165,7 +168,30 @@ def test_layers_wait_for_nothing(cache, monkeypatch):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setitem(hf.AttentionInterface._global_mapping, "heedful", watched)
-    assert torch.equal(generated(made, cache or "dynamic"), expected)
+    with mock.patch.dict(hf.AttentionInterface._global_mapping, heedful=watched):
+        assert torch.equal(generated(made, cache or "dynamic"), expected)
     layers = made.config.num_hidden_layers
     assert steps == [tokens().shape[1]] * layers + [1] * (9 * layers) and BATCH > 1
+
+
+@pytest.mark.parametrize("facts", [{}, {"sliding_window": 100}, {"softcap": 20.0}], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_layer_that_came_before_gives_what_a_new_one_gives(dim, facts):
+    heedful.configure()
+    draw = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    q, k, v = leaves = [draw(2, heads, 300, dim).requires_grad_() for heads in (8, 2, 2)]
+    dout, module, found, nodes = draw(2, 300, 8, dim), torch.nn.Module(), [], []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(8):
+            out, _ = attention(module, q, k, v, None, is_causal=True, **facts)
+            nodes.append(type(out.grad_fn).__name__)
+            with torch.no_grad():
+                again, _ = attention(module, q, k, v, None, is_causal=True, **facts)
+            found.append([out, again, *torch.autograd.grad(out, leaves, dout)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert nodes[0] == "AttentionBackward" and nodes[-1] == "HeadsFirstBackward"
+    for results in found:
+        for one, first in zip(results, found[0], strict=True):
+            assert torch.equal(one, first) and one.stride() == first.stride()
