@@ -18,6 +18,7 @@ if os.environ.get("TEST_JAX_CALLS_APART"):
 jax = pytest.importorskip("jax")
 from jax import numpy as jnp  # noqa: E402
 
+from heedful import masks  # noqa: E402
 from heedful.core.base.device import by_name  # noqa: E402
 from heedful.core.call.problem import AttentionProblem  # noqa: E402
 from heedful.core.planning.plan import plan  # noqa: E402
@@ -159,6 +160,20 @@ def test_masks_of_ranges_are_found_by_a_kernel_before_the_forward(monkeypatch):
     masks = ["key_hulls", "query_hulls"]
     kernels = ["backward_prologue", "backward", "backward_epilogue"]
     assert names == ["key_hulls", "forward", *masks, *kernels]
+
+
+@pytest.mark.slow
+def test_rows_of_documents_are_cut_before_both_directions(monkeypatch):
+    def loss(q, k, v, documents):
+        out = flash_attn_func(q, k, v, causal=True, key_ranges=documents)
+        return out.astype(jnp.float32).sum()
+
+    x, ids = shaped(1, 16384, 16, 64), jax.ShapeDtypeStruct((1, 16384), jnp.int32)
+    documents = jax.eval_shape(masks.documents, ids)
+    found = calls(jax.grad(loss, (0, 1, 2)), x, x, x, documents, monkeypatch=monkeypatch)
+    cut = ["part_rows", "cut_rows", "schedule_varlen_tiles", "cut_hulls"]
+    kernels = ["query_hulls", "backward_prologue", "backward", "backward_epilogue"]
+    assert [call.name for call in found] == [*cut, "forward", *cut, *kernels]
 
 
 def test_both_kernels_of_a_mixed_batch_write_one_result(monkeypatch):

@@ -1,4 +1,4 @@
-"""Invariant calls of JAX have the bits of PyTorch's on the same operands."""
+"""Calls of JAX have the bits of PyTorch's on the same operands: invariant ones, and documents."""
 
 import os
 from typing import Any
@@ -13,6 +13,7 @@ jax = pytest.importorskip("jax")
 
 import heedful.jax  # noqa: E402
 import heedful.torch  # noqa: E402
+from heedful import masks  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -33,3 +34,36 @@ def test_both_frameworks_give_the_same_bits(dim, more: dict[str, Any], length):
     for x, y in zip(ours, theirs, strict=True):
         kind = torch.int16 if x.itemsize == 2 else torch.int32
         assert torch.equal(x.view(kind), torch.from_dlpack(y).view(kind))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_both_frameworks_cut_rows_of_documents_and_give_the_same_bits(dim):
+    """dQ is summed in any order, dK and dV in that of the queries."""
+    torch.manual_seed(dim)
+    tensors = [
+        torch.randn(1, 16384, 16, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+    ]
+    *inputs, dout = tensors
+    ids = torch.arange(16384, device="cuda", dtype=torch.int32)[None] // 1000
+    words = heedful.torch.explain(
+        heedful.torch.flash_attn_func,
+        *(x.requires_grad_() for x in inputs),
+        causal=True,
+        key_ranges=masks.documents(ids),
+    )
+    assert "rows      forward and backward: cut into packed sequences" in words
+    out = heedful.torch.flash_attn_func(*inputs, causal=True, key_ranges=masks.documents(ids))
+    ours = out.detach(), *torch.autograd.grad(out, inputs, dout)
+    q, k, v, cotangent, places = (jax.dlpack.from_dlpack(x.detach()) for x in (*tensors, ids))
+
+    def call(q, k, v):
+        documents = masks.documents(places)
+        return heedful.jax.flash_attn_func(q, k, v, causal=True, key_ranges=documents)
+
+    made, back = jax.vjp(jax.jit(call), q, k, v)
+    theirs = [torch.from_dlpack(x) for x in (made, *back(cotangent))]
+    for name, x, y in zip(("out", "dq", "dk", "dv"), ours, theirs, strict=True):
+        if name == "dq":
+            torch.testing.assert_close(x, y)
+        else:
+            assert torch.equal(x.view(torch.int16), y.view(torch.int16)), name
