@@ -277,7 +277,6 @@ class Once(NamedTuple):
 _ADAPTED = ("bias", "rel_bias", "alibi_slopes", "tree_mask", "key_ranges", "seed")
 _ADAPTED += ("block_rows", "q_descale", "k_descale", "v_descale")
 _adapted = itemgetter(*(Operands._fields.index(name) for name in _ADAPTED))
-_OPERANDS = tuple(enumerate(Operands._fields))
 _LONGEST = slice(1, 3)  # of Options
 KINDS = settings.forgotten(Kinds())
 # Options, with the types of their values, that are known to be plain values.
@@ -411,8 +410,7 @@ def find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[_Fou
         requires_grad = requires_gradients(_new(Operands, operands))
         key = (latest_key, requires_grad, call_key(q, k, v, x, out, seed, bases))
         call = CALLS.young.get(key) or CALLS.find(key)
-        known = operands if usual else (*operands, out, seed)
-        if call is not None and not bases and call.is_aligned(known):
+        if call and not bases and call.is_aligned(operands if usual else (*operands, out, seed)):
             CALLS.latest[latest_key] = call
         return (call, None), key
     except (TypeError, RuntimeError):
@@ -439,8 +437,7 @@ def _of_kind(x: Operands, options: Options, grad: Grads, base=None) -> Call | No
     if is_adapted or devices.device_spec(x.q.device).vendor == "cpu":
         return None
     kinds, facts, sizes = [], [], []
-    for index, name in _OPERANDS:
-        tensor = x[index]
+    for name, tensor in zip(Operands._fields, x, strict=True):
         if tensor is not None:
             if not isinstance(tensor, Tensor) or tensor.stride()[-1:] != (1,):
                 return None
@@ -468,8 +465,7 @@ def _of_kind(x: Operands, options: Options, grad: Grads, base=None) -> Call | No
 
         return Call(x, options, grad, None, trace=trace)
 
-    values = [value or 0 for value in options[_LONGEST]] + sizes
-    call, numbers = known.find(values, make)
+    call, numbers = known.find([value or 0 for value in options[_LONGEST]] + sizes, make)
     if base is not None and all([kind.aligned for kind in kinds]):
         LATEST.of(base, lambda: None)
         LATEST[base] = LatestKind(known, kinds, x)
