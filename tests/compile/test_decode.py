@@ -180,9 +180,12 @@ HAD |= {"lengths": "odd pages"}
 HAD |= {"int8": "int8 shifted", "int4": "int4 groups", "MLA over fp8": "MLA over fp8 rows"}
 HAD |= {"MLA over fp8, 128 heads": "MLA over fp8 rows, 128 heads"}
 HAD |= {"MLA, 128 heads": "MLA over fp8 rows, 128 heads"}
+# Steps have them, and append: "latent rows" and "int4 groups".
+HAD |= {"MLA over fp8 rows": "latent rows", "int4 groups": "int4 groups", "whole": "odd pages"}
 HAD |= {"MLA, 16 heads": "MLA over fp8 rows", "parts": "odd pages"}
 STEPS_HAD = {"plain": "pages, rotated", "plain, rotated": "pages, rotated", "int4": "int4 groups"}
 STEPS_HAD |= {"pages, rotated": "four, rotated", "int8": "int4 groups", "fp8": "latent rows"}
+STEPS_HAD |= {"quantised before": "int4 groups"}
 
 
 # What the oldest Triton compiles by default: each way in which keys are stored, and a step for AMD.

@@ -44,7 +44,7 @@ PROBLEMS = {
     "four new, rotated": {"used_k": True, "page_size": 16, "new": 4, "is_rotated": True},
     "wide new": {"used_k": True, "head_dim": 256, "new": 4, "is_rotated": True},
 }
-DEFAULT = ("pages", "mixed", "four new, rotated", "sixteen tokens")
+DEFAULT = ("pages", "mixed", "four new, rotated")
 
 
 def compiled(name: str):

@@ -18,6 +18,7 @@ from heedful.bench.steps import (
     reference,
     sequence,
 )
+from support.problems.grids import in_turns
 
 CPU = torch.device("cpu")
 NAMES = [step.name for step in STEPS]
@@ -45,7 +46,7 @@ def test_lengths_are_log_normal_and_the_same_each_time():
     assert 3000 < sorted(lengths)[64] < 5500 and max(lengths) > 20000
 
 
-@pytest.mark.parametrize("step", STEPS, ids=NAMES)
+@pytest.mark.parametrize("step", in_turns(STEPS, each=2), ids=NAMES)
 def test_a_step_is_right_and_gets_its_figures(step):
     row = measure(small(step), CPU, rounds=5)
     assert "heedful" in row.times, row.missing
@@ -72,7 +73,7 @@ def test_every_tensor_of_a_step_lies_on_the_device_that_is_named(fact):
         assert isinstance(again, str) or checker.why_wrong(again()) is None
 
 
-@pytest.mark.parametrize("step", STEPS, ids=NAMES)
+@pytest.mark.parametrize("step", in_turns(STEPS, each=2), ids=NAMES)
 def test_a_step_that_loses_a_key_is_found(step):
     step = small(step)
     t = draw(step, CPU)

@@ -11,6 +11,7 @@ from jax import numpy as jnp  # noqa: E402
 
 import heedful.jax as hj  # noqa: E402
 from heedful.jax import compat  # noqa: E402
+from support.problems.grids import in_turns  # noqa: E402
 
 
 def inputs(seqlen_q: int = 11, seqlen_k: int = 17) -> tuple[Any, ...]:
@@ -42,7 +43,7 @@ CALLS: dict[str, dict] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", in_turns(CALLS, each=2))
 def test_dot_product_attention_is_jax_nns(name):
     """And so are its gradients: aligned top left, unlike flash_attn's functions."""
     more = CALLS[name]

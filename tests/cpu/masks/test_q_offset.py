@@ -13,7 +13,7 @@ import heedful.torch as typed
 from heedful.torch import attention_backward, explain
 from support.problems.budget import check
 from support.problems.cases import Case, build
-from support.problems.grids import in_turns
+from support.problems.grids import in_turns, slow_but
 from support.runs import jax_api, standin
 from support.runs.api import compiled, dense, results
 
@@ -84,7 +84,7 @@ def test_jax_traces_it():
     assert (many[0] == wanted).all() and (many[1] == call(jnp.array([0, 5]))).all()
 
 
-@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize("way", slow_but({"eager"}, ["eager", "compiled"]))
 def test_chunks_of_a_prompt_give_the_whole(way):
     """Each chunk has its keys, and keys after it that it does not see."""
     q, k, v = (torch.randn(1, 24, heads, 16, dtype=torch.float64).float() for heads in (4, 2, 2))

@@ -151,7 +151,7 @@ def test_the_grid_has_150_cases_over_both_targets():
     assert len(distinct) * len(TARGETS) >= 150
 
 
-@pytest.mark.parametrize("name, arch", in_turns(CHEAP, TARGETS, each=2), ids=str)
+@pytest.mark.parametrize("name, arch", in_turns(CHEAP, TARGETS, each=3), ids=str)
 def test_a_case_is_within_budget_and_the_same_under_every_schedule(arch, name):
     run(Emulated(arch, schedules=SCHEDULES), GRID[name])
 

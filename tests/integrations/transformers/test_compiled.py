@@ -16,6 +16,7 @@ from support.integrations.language_models import (
     tokens,
 )
 from support.integrations.other_models import families, first_output, take
+from support.problems.grids import slow_but
 
 MOST_APART = 2e-5
 # The others take a minute.
@@ -46,7 +47,7 @@ def compiled(made):
     return torch.compile(made.forward, fullgraph=True, backend=counter), counter
 
 
-@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("padding", slow_but({"left"}, ["none", "left"]))
 @pytest.mark.parametrize("family", LANGUAGE)
 def test_a_compiled_forward_is_one_graph_and_equals_eager(family, padding):
     made, given = model(family), {"input_ids": tokens(), "use_cache": False}

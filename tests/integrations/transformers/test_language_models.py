@@ -52,8 +52,7 @@ def dense_paths() -> set[str]:
     return {way for way in paths() if way.startswith("dense")}
 
 
-@pytest.mark.parametrize("padding", ["none", "left", "right"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, padding", in_turns(FAMILIES, ["left", "none", "right"]))
 def test_a_forward_equals_eager(family, padding):
     left = padded_left()
     mask = {"none": None, "left": left, "right": left.flip(1)}[padding]

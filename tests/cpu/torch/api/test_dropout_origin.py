@@ -41,7 +41,7 @@ def shards(tensors: Any, heads: int, group: int):
         yield (q[:, rows], k, v), (0, 0, rows.start, 0), (slice(None), rows)
 
 
-@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize("way", slow_but({"eager"}, ["eager", "compiled"]))
 def test_a_shard_draws_the_mask_that_the_whole_call_draws(way):
     """Output and gradient, up to the roundings of another tiling."""
     tensors = [tensor.requires_grad_() for tensor in dense()]

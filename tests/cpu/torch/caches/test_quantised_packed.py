@@ -14,6 +14,7 @@ from heedful.core.planning.plan import explain, plan
 from heedful.core.registry.by_hand import forced
 from support.problems.budget import check
 from support.problems.cases import Case, build
+from support.problems.grids import in_turns
 from support.runs import api
 
 PACKED = Case(
@@ -38,7 +39,7 @@ def test_packed_queries_over_stored_keys_agree_with_the_oracle(case):
     check(built, api.results(built))
 
 
-@pytest.mark.parametrize("case", CASES[:3], ids=str)
+@pytest.mark.parametrize("case", in_turns(CASES[:3], each=3), ids=str)
 def test_a_compiled_call_has_the_bits_of_an_eager_one(case):
     built = build(case)
     eager = api.call(built, {name: getattr(built.x, name) for name in "qkv"})

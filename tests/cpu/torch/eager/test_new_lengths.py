@@ -191,7 +191,7 @@ def facts(launch: standin.Launch) -> tuple:
     return launch.kernel, launch.grid, numbers, *rest
 
 
-@pytest.mark.parametrize("name", CALLS_OF)
+@pytest.mark.parametrize("name", in_turns(CALLS_OF, each=2))
 def test_new_lengths_launch_what_a_plan_of_their_own_launches(name, monkeypatch):
     device, call = CALLS_OF[name]
     with standin.gpu(device) as gpu, monkeypatch.context() as patch:

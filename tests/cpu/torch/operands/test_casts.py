@@ -7,7 +7,7 @@ import torch
 
 import heedful.torch as heedful
 from heedful.torch.eager import calls
-from support.problems.grids import in_turns
+from support.problems.grids import in_turns, slow_but
 from support.runs.api import compiled, dense
 
 LONG, INT = torch.int64, torch.int32
@@ -33,7 +33,7 @@ def test_results_and_gradients_are_those_of_int32_to_the_bit():
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_but({torch.bfloat16}, [torch.float16, torch.bfloat16]))
 def test_the_gradient_of_a_sink_has_its_dtype(dtype):
     q, k, v = dense()
     sink = torch.randn(4).to(dtype).requires_grad_()
