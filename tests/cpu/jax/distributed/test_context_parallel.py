@@ -44,7 +44,7 @@ CASES = {
 # spread. What is elsewhere has another layout or strategy.
 ELSEWHERE = {"window", "sink and softcap", "ALiBi", "documents, full, bfloat16", "bfloat16"}
 # Others are causal or full, too, and hold documents.
-ELSEWHERE |= {"causal", "full", "documents"}
+ELSEWHERE |= {"causal", "full", "documents", "GQA 8/2"}
 SHORT = [
     *(("gather", "zigzag", name) for name in [*CASES][:13] if name not in ELSEWHERE),
     ("gather", "contiguous", "window"),

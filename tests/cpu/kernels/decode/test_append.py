@@ -25,6 +25,7 @@ from heedful.torch.base.arrays import array_spec
 from heedful.torch.eager.cache_step import named
 from heedful.torch.eager.cache_update import update_cache
 from heedful.torch.operands.checks import cache_call
+from support.problems.grids import in_turns
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 from support.runs.interpreter import interpret
 
@@ -111,7 +112,7 @@ def call_of(
 
 
 @interpreted
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", in_turns(CASES, each=2))
 def test_one_kernel_does_what_two_do(name):
     x, options, update = call_of(**CASES[name])
     start = update.cache_seqlens

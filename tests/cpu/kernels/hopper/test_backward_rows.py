@@ -221,7 +221,7 @@ def test_the_producer_votes_by_the_bits_of_what_is_far():
 
 
 @interpreted
-@pytest.mark.parametrize("sink, given", in_turns([False, True], LENGTHS))
+@pytest.mark.parametrize("sink, given", in_turns([True, False], LENGTHS, each=2))
 def test_rows_far_from_0_get_their_maximum_and_sum(sink, given):
     """Scores are small integers times 2^10, which float32 holds."""
     lengths, packed = given

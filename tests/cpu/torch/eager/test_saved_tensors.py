@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import heedful
 from heedful.torch.eager import saved
+from support.problems.grids import slow_but
 from support.runs import standin
 from support.runs.interpreted import INTERPRETING, pass_in_the_interpreter, starts_interpreter
 
@@ -145,7 +146,7 @@ def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], exactly: bool
         assert ((a - b).abs() <= slack).all()
 
 
-@pytest.mark.parametrize(("call", "restore"), PAIRS)
+@pytest.mark.parametrize(("call", "restore"), slow_but(PAIRS[::2], PAIRS))
 def test_gradients_do_not_depend_on_the_layout_that_a_hook_restores(call, restore, machine):
     given = call()
     want = gradients(*given)

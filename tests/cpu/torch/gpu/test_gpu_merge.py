@@ -13,6 +13,7 @@ import heedful.torch as heedful
 from heedful.reference.budget import DRAWS, Error, over_budget
 from heedful.torch.api.merge import merged
 from support.problems import far_scores
+from support.problems.grids import in_turns
 from support.runs import standin
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
@@ -180,7 +181,7 @@ def by_shared_prefix(problem, **more):
 
 
 @interpreted
-@pytest.mark.parametrize("problem", FAR, ids=str)
+@pytest.mark.parametrize("problem", in_turns(FAR, each=2), ids=str)
 def test_far_rows_of_a_shared_prefix_are_merged_within_the_budget(problem):
     """Of a float32 kind the portable forward attends, of a float16 one the decode kernel: neither
     result's log-sum-exp alone tells how it weighs."""
