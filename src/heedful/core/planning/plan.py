@@ -8,7 +8,7 @@ from dataclasses import field, replace
 
 from heedful.core.base.device import DeviceSpec
 from heedful.core.base.frozen import dataclass
-from heedful.core.call.problem import AttentionProblem, Lengths
+from heedful.core.call.problem import ITEM_BITS, AttentionProblem, Lengths
 from heedful.core.planning import cuts, sizes
 from heedful.core.planning.sizes import Scheduler, Sizes
 from heedful.core.registry import capability, configs
@@ -466,6 +466,26 @@ def words_of_numerics(plan: Plan) -> list[str]:
         "numerics  the same bits on one architecture, by one version and one compiler or pack,"
         " where stored keys and values are finite",
     ]
+
+
+def words_of_seen(
+    plan: Plan, tile: tuple[int, int], whole: int, part: int, hidden: int, pairs: int, scores: int
+) -> list[str]:
+    """How many tiles of all heads and sequences are seen whole, in part and not at all, and what
+    follows. pairs: that are seen. scores: of tiles that are seen: all of these are computed."""
+    problem, share = plan.problem, pairs / max(1, scores)
+    rows, keys = tile
+    flops = 2 * pairs * (problem.head_dim + problem.head_dim_v)
+    lines = [
+        f"mask      tiles of {rows} x {keys}: {whole} seen whole, {part} in part, {hidden} left"
+        " out",
+        f"mask      {pairs} pairs are seen, {share:.1%} of the scores of these tiles: the forward"
+        f" has {flops / 1e12:.3g} TFLOP",
+    ]
+    if plan.device.bf16_flops and ITEM_BITS[problem.dtype] == 16:
+        most = plan.device.bf16_flops / 1e12
+        lines.append(f"mask      at most {share * most:.0f} of {most:.0f} TFLOP/s follow")
+    return lines
 
 
 def words_of_sequences(plan: Plan) -> str:

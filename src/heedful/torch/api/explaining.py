@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from heedful.core.base.arrays import ArraySpec
-from heedful.core.call.arguments import AttentionCall, CacheUpdate, bind
+from heedful.core.call.arguments import AttentionCall, CacheUpdate, Options, bind
 from heedful.core.call.describe import FLOATS, describe
 from heedful.core.call.describe_cache import (
     attention_part,
@@ -17,10 +17,12 @@ from heedful.core.call.describe_cache import (
     check_rotated_length,
     last_rotated_length,
 )
+from heedful.core.call.operands import Operands
 from heedful.core.call.storage import copies
 from heedful.core.planning import plan
 from heedful.launch.program.programs import as_run
 from heedful.masks.block_mask import block_operands
+from heedful.masks.seen import ARRAYS, seen_tiles
 from heedful.torch.api.attention import flash_attn_func, flash_attn_varlen_func, plain_lengths
 from heedful.torch.api.kvcache import flash_attn_with_kvcache
 from heedful.torch.api.packed import STANDS_FOR, in_own_words, unpacked_arguments
@@ -44,13 +46,16 @@ _KINDS = {
 }
 
 
-def explain(function: Callable, *args, **kwargs) -> str:
+def explain(function: Callable, *args, values: bool = False, **kwargs) -> str:
     """The kernels that would run `function(*args, **kwargs)`, and the reasons against others;
     nothing is launched or written.
 
     Args:
         function: one of heedful's attention functions. Its tensors may be fake: those without an
             address are taken to be aligned.
+        values: whether to read lengths, key_ranges and block_mask, which waits for the device: how
+            many tiles of the forward are seen whole, in part and not at all, and which TFLOP/s of
+            seen pairs follow at most. A bias of bool is not read; nor are caches.
 
     Returns:
         The chosen kernels, their tiles, notes and every rejected kernel with its reasons, as text.
@@ -61,7 +66,8 @@ def explain(function: Callable, *args, **kwargs) -> str:
     if function in STANDS_FOR:
         by_name = _by_name(function, args, kwargs)
         try:
-            return explain(STANDS_FOR[function], **unpacked_arguments(by_name))
+            unpacked = unpacked_arguments(by_name)
+            return explain(STANDS_FOR[function], values=values, **unpacked)
         except (TypeError, ValueError) as error:
             in_own_words(error, "qkv" if "qkv" in by_name else "kv")
             raise
@@ -74,7 +80,27 @@ def explain(function: Callable, *args, **kwargs) -> str:
     described, update = _cache_call(by_name) if kind == "kvcache" else (_call(kind, by_name), None)
     x, backend = described.x, described.options.backend
     chosen = as_run(planned(describe(described), x.q.device, backend, copies(x, kind)))
-    return plan.explain(chosen, None if update is None else _appended(chosen, update))
+    words = plan.explain(chosen, None if update is None else _appended(chosen, update))
+    return words if not values else "\n".join([words, *_words_of_mask(kind, by_name, chosen)])
+
+
+def _words_of_mask(kind: str, arguments: dict[str, Any], chosen: plan.Plan) -> list[str]:
+    """What the queries of a call see, tile by tile. Raises ValueError for a cache, and for tensors
+    without values."""
+    if kind == "kvcache":
+        raise ValueError("values must be False for flash_attn_with_kvcache, got True")
+    tensors = _bound(kind, arguments)[0]
+    read: dict[str, Any] = {}
+    for name in ARRAYS:
+        tensor = getattr(tensors, name)
+        if tensor is not None and not is_readable(tensor):
+            raise ValueError(f"values must be False where {name} has no values to read, got True")
+        read[name] = None if tensor is None else tensor.detach().cpu().numpy()
+    config, problem = chosen.forward_config, chosen.problem
+    side = problem.block_mask or 128
+    tile = (side, side) if config is None else (config.block_m, config.block_n)
+    seen = seen_tiles(problem, Operands(None, None, None, **read), tile)
+    return plan.words_of_seen(chosen, tile, *seen)
 
 
 def _appended(chosen: plan.Plan, update: CacheUpdate) -> str | None:
@@ -94,7 +120,8 @@ def _by_name(function: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
     return {**bound.arguments, **keywords}
 
 
-def _call(kind: str, arguments: dict[str, Any]) -> AttentionCall:
+def _bound(kind: str, arguments: dict[str, Any]) -> tuple[Operands, Options]:
+    """The tensors of a dense or packed call as they came, and its options with plain lengths."""
     x, options, _ = bind(kind, arguments)
     longest = None
     if kind == "varlen":
@@ -102,7 +129,11 @@ def _call(kind: str, arguments: dict[str, Any]) -> AttentionCall:
         longest = plain_lengths(lengths, x.q, x.k, x.bias, x.block_table)
         options = options._replace(max_seqlen_q=longest[0], max_seqlen_k=longest[1])
     mask = arguments.get("block_mask")
-    x = x._replace(**block_operands(mask, x.q, x.k, is_readable, longest=longest))
+    return x._replace(**block_operands(mask, x.q, x.k, is_readable, longest=longest)), options
+
+
+def _call(kind: str, arguments: dict[str, Any]) -> AttentionCall:
+    x, options = _bound(kind, arguments)
     check_tensors(x, options)
     options, seed = plain_options(options), plain_seed(arguments["dropout_seed"], x.q.device)
     grad = gradients_wanted(x)
