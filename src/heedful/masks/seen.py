@@ -11,7 +11,7 @@ from heedful.core.call.mask import MaskSpec
 from heedful.core.call.operands import Operands
 from heedful.core.call.problem import AttentionProblem
 
-# What is read of a call.
+# Arrays of a call that are read.
 ARRAYS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "q_offsets")
 ARRAYS += ("key_ranges", "block_rows", "block_bits")
 
@@ -40,15 +40,15 @@ class _Sequence(NamedTuple):
 def seen_tiles(problem: AttentionProblem, x: Operands, tile: tuple[int, int]) -> Seen:
     """The tiles of a call by what its queries see. x: NumPy arrays for ARRAYS, with sizes of 1
     where batch entries or heads share them. tile: rows and keys, which divide a block mask's."""
-    found = np.zeros(5, np.int64)
-    own = [a.shape[1] for a in (x.key_ranges, x.block_rows) if a is not None and a.ndim == 4]
-    heads = max([1, *own])
+    counts = np.zeros(5, np.int64)
+    of_heads = [a.shape[1] for a in (x.key_ranges, x.block_rows) if a is not None and a.ndim == 4]
+    heads = max([1, *of_heads])
     for seq in _sequences(problem, x):
         for head in range(heads):
             for first in range(0, seq.len_q, tile[0]):
                 rows = np.arange(first, min(first + tile[0], seq.len_q))
-                found += _of_rows(problem.mask, x, seq, head, rows, tile[1])
-    return Seen(*(int(n) for n in found * (problem.heads_q // heads)))
+                counts += _of_rows(problem.mask, x, seq, head, rows, tile[1])
+    return Seen(*(int(n) for n in counts * (problem.heads_q // heads)))
 
 
 def _sequences(problem: AttentionProblem, x: Operands) -> Iterator[_Sequence]:

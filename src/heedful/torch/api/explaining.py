@@ -85,7 +85,7 @@ def explain(function: Callable, *args, values: bool = False, **kwargs) -> str:
 
 
 def _words_of_mask(kind: str, arguments: dict[str, Any], chosen: plan.Plan) -> list[str]:
-    """What the queries of a call see, tile by tile. Raises ValueError for a cache, and for tensors
+    """How many tiles the queries of a call see. Raises ValueError for a cache, and for tensors
     without values."""
     if kind == "kvcache":
         raise ValueError("values must be False for flash_attn_with_kvcache, got True")
