@@ -1,6 +1,7 @@
 """Attention of a batch whose tokens are spread over ranks."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -8,14 +9,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
-from heedful.core.call.numerics import with_numerics
+from heedful.core.call.numerics import is_invariant, with_numerics
 from heedful.core.call.spread import Mask
+from heedful.core.registry.tiles import PART_KEYS
 from heedful.distributed import gather, heads, ring, traced
+from heedful.distributed.calls import Again, key_of
 from heedful.distributed.plan import ContextPlan, mask_of
 from heedful.torch.base.dispatch import has_shards
 
 _REFUSED = {
     "bias": "its rows and columns lie on several ranks",
+    "block_mask": "its tiles lie on several ranks; key_ranges are taken",
     "q_descale": "fp8 is not split over ranks",
     "k_descale": "fp8 is not split over ranks",
     "v_descale": "fp8 is not split over ranks",
@@ -39,8 +43,10 @@ def attention(
     deterministic: bool = False,
     *,
     sink: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     dropout_seed: int | None = None,
     return_lse: bool = False,
+    numerics: str | None = None,
     backend: str | None = None,
     sm_margin: int | None = None,
     **refused: Any,
@@ -63,11 +69,16 @@ def attention(
         window_size: (left, right) or (left, right, first). Under strategy "gather" first keys come
             without dropout.
         alibi_slopes: float32 (heads_q,). With first keys under strategy "heads" alone.
+        key_ranges: int32 (plan.tokens, 2 or 4), of this rank's rows: a query sees keys [a, b) of
+            its document, or those of two ranges, among those that the other masks show. Positions
+            are those of the whole document. With first keys under strategy "heads" alone.
         sink: float (heads_q,). Its gradient on a rank comes from that rank's queries or heads; the
             sum over ranks is the whole gradient, as for any other weight.
         dropout_seed: needed where dropout_p > 0, the same on every rank: the mask is the one that
             the whole batch would have.
         return_lse: also return the log-sum-exp of the scores.
+        numerics: "invariant" gives out and lse the bits that `flash_attn_varlen_func` gives the
+            whole batch by it; not where parts are merged ("ring", "heads x ring").
 
     Returns:
         out, as q with head_dim_v, a DTensor where q is one. With return_lse: (out, lse), where lse
@@ -77,7 +88,17 @@ def attention(
         TypeError, ValueError: naming the argument, before anything is sent. Other ranks then wait
         until the group's time-out.
     """
-    backend = with_numerics(backend, None, sm_margin)
+    # A step that ranks begin together waits for what the host does before.
+    more = softmax_scale, causal, softcap, deterministic, return_lse
+    known, key = None, None
+    if plan.__class__ is ContextPlan and plan.peers is not None and not (dropout_p or refused):
+        is_plain = sink is alibi_slopes is key_ranges is dropout_seed is None
+        if is_plain and window_size.__class__ is tuple:
+            key = key_of(q, k, v, (*more, *window_size, numerics, backend, sm_margin))
+            known = None if key is None else plan.recent.get(key)
+    if known is not None:
+        return _again(q, k, v, plan, known, return_lse)
+    backend = with_numerics(backend, numerics, sm_margin)
     for name, value in refused.items():
         if name not in _REFUSED:
             raise TypeError(f"attention() got an unexpected keyword argument {name!r}")
@@ -87,29 +108,34 @@ def attention(
         raise TypeError(f"plan must be a ContextPlan, got {type(plan).__name__}")
     if has_shards((q, k, v)):
         more = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-        named = {"sink": sink, "dropout_seed": dropout_seed, "backend": backend}
+        named = {"sink": sink, "key_ranges": key_ranges, "dropout_seed": dropout_seed}
+        named["backend"] = backend
         return _sharded({"q": q, "k": k, "v": v}, plan, return_lse, more, named)
     if is_compiling():
         told = (dropout_p, softmax_scale, causal, tuple(window_size), softcap, deterministic)
         seed = dropout_seed if dropout_p else None
-        both = traced.attend(q, k, v, sink, alibi_slopes, plan, (*told, seed, backend))
+        tensors = q, k, v, sink, alibi_slopes, key_ranges
+        both = traced.attend(*tensors, plan, (*told, seed, backend))
         return both if return_lse else both[0]
     batch = q.shape[0] if q.ndim == 4 else None
     if batch is not None:
         _check_batch(q, plan)
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     mask = mask_of(causal, window_size)
-    _check(q, k, v, plan, mask, dropout_p, dropout_seed, alibi_slopes, sink)
+    mask = _check(q, k, v, plan, mask, dropout_p, dropout_seed, alibi_slopes, sink, backend)
+    if key_ranges is not None:
+        _check_ranges(key_ranges, q, plan, mask)
     options = {
         "dropout_p": dropout_p,
         "softmax_scale": softmax_scale,
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
+        "key_ranges": key_ranges,
         "deterministic": deterministic,
         "dropout_seed": dropout_seed if dropout_p else None,
         "backend": backend,
     }
-    options["return_lse"] = return_lse
+    options["return_lse"], options["key"] = return_lse, key
     records = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, sink)
     )
@@ -121,6 +147,35 @@ def attention(
         out = out.unflatten(0, (batch, -1))
         lse = None if lse is None else lse.unflatten(1, (batch, -1)).movedim(1, 0)
     return (out, lse) if return_lse else out
+
+
+def _again(q, k, v, plan: ContextPlan, known: "_Known", return_lse: bool) -> Any:
+    """`attention` by a step that is known."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out, lse = _Attention.apply(q, k, v, None, plan, known.mask, known)
+    else:
+        out, lse, *_ = known.forward(q, k, v, return_lse)
+    return (out, lse) if return_lse else out
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A forward of "gather" that comes again. arguments: after tensors; wants_lse: of all rows."""
+
+    run: Again
+    mask: Mask
+    arguments: tuple[Any, ...]
+    wants_lse: bool
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keeps: bool) -> Any:
+        """As `_forward`. keeps: whether log-sum-exps are wanted by anybody."""
+        out, lses = self.run(q, k, v, keeps)
+        lse = gather.put_together(lses, self.arguments[1], q) if self.wants_lse else None
+        return out, lse, (q, k, v, out, *lses), gather, self.arguments
+
+
+# How many steps a plan knows: those of layers that differ.
+_MOST_KNOWN = 32
 
 
 def _sharded(rows, plan: ContextPlan, return_lse: bool, more: tuple, named: dict[str, Any]) -> Any:
@@ -145,7 +200,10 @@ def _check_batch(q: Tensor, plan: ContextPlan) -> None:
         raise ValueError(f"q must be packed: this rank holds {held} tokens of the documents")
 
 
-def _check(q, k, v, plan: ContextPlan, mask: Mask, dropout_p, seed, alibi_slopes, sink) -> None:
+def _check(
+    q, k, v, plan: ContextPlan, mask: Mask, dropout_p, seed, alibi_slopes, sink, backend
+) -> Mask:
+    """Raises for a wrong argument. The mask, by which calls get keys."""
     for name, x, count in (("q", q, 0), ("k", k, 1), ("v", v, 1)):
         wanted = plan.tokens, plan.heads[count]
         if x.ndim != 3 or x.shape[:2] != wanted:
@@ -165,6 +223,37 @@ def _check(q, k, v, plan: ContextPlan, mask: Mask, dropout_p, seed, alibi_slopes
         if x is not None and tuple(x.shape) != (plan.heads[0],):
             raise ValueError(f"{name} must be ({plan.heads[0]},), got {tuple(x.shape)}")
     _check_strategy(plan.strategy, mask, bool(dropout_p), alibi_slopes is not None)
+    return _with_unit(plan.strategy, mask) if is_invariant(backend) else mask
+
+
+def _with_unit(strategy: str, mask: Mask) -> Mask:
+    """The mask of calls whose bits are the whole batch's: parts of their keys begin where those of
+    documents do. ValueError where a strategy has no such calls."""
+    under = f"numerics must be 'fast' under strategy {strategy!r}"
+    if strategy.endswith("ring"):
+        raise ValueError(f"{under}: it merges parts")
+    if mask.first and strategy == "gather":
+        raise ValueError(f"{under} with window_size[2]: take 'heads'")
+    return mask if mask.left is None else replace(mask, unit=PART_KEYS)
+
+
+def _check_ranges(key_ranges: Tensor, q: Tensor, plan: ContextPlan, mask: Mask) -> None:
+    if not isinstance(key_ranges, Tensor) or has_shards((key_ranges,)):
+        words = f"a plain tensor of this rank's rows, got {type(key_ranges).__name__}"
+        raise TypeError(f"key_ranges must be {words}")
+    shape = tuple(key_ranges.shape)
+    if shape not in ((plan.tokens, 2), (plan.tokens, 4)):
+        raise ValueError(
+            f"key_ranges must be ({plan.tokens}, 2 or 4), the plan's tokens on rank {plan.rank},"
+            f" got {shape}"
+        )
+    if key_ranges.dtype != torch.int32 or key_ranges.device != q.device:
+        raise ValueError(
+            f"key_ranges must be int32 on {q.device}, got {key_ranges.dtype} on {key_ranges.device}"
+        )
+    if mask.first and plan.strategy != "heads":
+        under = f"with window_size[2] under strategy {plan.strategy!r}"
+        raise ValueError(f"key_ranges must be None {under}: take 'heads'")
 
 
 def _check_strategy(strategy: str, mask: Mask, drops: bool, has_slopes: bool) -> None:
@@ -180,14 +269,16 @@ def _forward(q, k, v, sink, plan: ContextPlan, mask: Mask, options: dict[str, An
     """out, lse or None, what the backward wants of tensors, by which module it is, and its other
     arguments. options: and return_lse."""
     options = options | {"sink": sink}
-    wants_lse = options.pop("return_lse")
+    wants_lse, key = options.pop("return_lse"), options.pop("key")
     by, arguments = _strategy(plan, mask, options, q.device)
     if by in (heads, heads.InGrid):
         return *by.forward(q, k, v, *arguments), by, arguments
     if by is ring:
         out, lse = ring.forward(q, k, v, *arguments)
         return out, lse, (q, k, v, out, lse), by, arguments
-    out, lses = gather.forward(q, k, v, *arguments)
+    out, lses, made = gather.forward(q, k, v, *arguments)
+    if key is not None and made is not None and len(plan.recent) < _MOST_KNOWN:
+        plan.recent[key] = _Known(made(), mask, arguments, wants_lse)
     lse = gather.put_together(lses, arguments[1], q) if wants_lse else None
     return out, lse, (q, k, v, out, *lses), by, arguments
 
@@ -200,6 +291,8 @@ def _strategy(
         return heads, (plan, options | {"window_size": _window(mask)})
     is_ring, slopes = plan.strategy.endswith("ring"), options["alibi_slopes"] is not None
     alone = slopes and (is_ring or mask.right != 0)
+    # A ring's call has keys of several pieces, whose positions do not follow one another.
+    alone = alone or (is_ring and options["key_ranges"] is not None)
     which = mask, alone or bool(options["dropout_p"]), device
     if is_ring:
         steps = plan.steps(*which)
@@ -232,10 +325,13 @@ def differentiated(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sink, plan: ContextPlan, mask: Mask, options: dict[str, Any]):
+    def forward(ctx, q, k, v, sink, plan: ContextPlan, mask: Mask, options: Any):
         ctx.set_materialize_grads(False)
-        given = q, k, v, sink, plan, mask, options
-        out, lse, saved, ctx.by, ctx.arguments = _forward(*given)
+        if isinstance(options, _Known):
+            found = options.forward(q, k, v, True)
+        else:
+            found = _forward(q, k, v, sink, plan, mask, options)
+        out, lse, saved, ctx.by, ctx.arguments = found
         ctx.plan = plan
         ctx.save_for_backward(*saved)
         return out, lse

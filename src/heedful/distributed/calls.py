@@ -1,7 +1,10 @@
-"""Calls on rows that are one sequence, or packed ones: more than one has cu_seqlens. And streams on
-which the calls of a step run in turn."""
+"""Calls on rows that are one sequence, or packed ones: more than one has cu_seqlens. Streams on
+which the calls of a step run in turn. And forwards of "gather" that come again: what a step asks of
+the driver, in the order of `gather.Step.parts`, without what decides on it. The host of a step that
+ranks begin together is cold, and takes five times as long for the same code.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +18,8 @@ from heedful.core.call.operands import Gradients, Operands
 from heedful.distributed import cost
 from heedful.torch import attention_backward, flash_attn_func, flash_attn_varlen_func
 from heedful.torch.base.dispatch import any_autocast, is_bare, needs_dispatcher
-from heedful.torch.eager.over_ranks import bound
+from heedful.torch.eager.execute import current_device, raw_stream
+from heedful.torch.eager.over_ranks import bound, copier
 from heedful.torch.operands.plain import plain_window
 
 
@@ -28,13 +32,25 @@ def placed(part: Any, offset: int) -> dict[str, Any]:
     return {"window_size": bounds, "q_offset": offset}
 
 
+def from_first(key_ranges: Tensor, first: int | Tensor) -> Tensor:
+    """Ranges of keys, counted from a key on: of all rows, or int32 (rows, 1)."""
+    return (key_ranges.clamp(min=0) - first).clamp_(min=0)
+
+
 def attended(given: Sequence[Tensor], more: dict[str, Any], out: Tensor) -> Tensor:
     """Writes the attention of q, k and v, which are packed rows, to `out`; returns lse. Rows of one
     sequence may have a first dim of 1."""
     if "cu_seqlens_q" in more:
         packed: Any = given
         return flash_attn_varlen_func(*packed, **more, out=out, return_lse=True)[1]
+    more = _dense_options(more)
     return flash_attn_func(*_dense(given), **more, out=_dense([out])[0], return_lse=True)[1][0]
+
+
+def _dense_options(more: dict[str, Any]) -> dict[str, Any]:
+    """The options of a call of one sequence."""
+    ranges = more.get("key_ranges")
+    return more if ranges is None else more | {"key_ranges": ranges[None, None]}
 
 
 def leaves(backend: str | None) -> int:
@@ -67,7 +83,8 @@ def lies(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
     autocast, a transform or a tracer, with operands beside q, k and v, and in memory of odd
     addresses."""
     places = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    more = options["sink"] is options["alibi_slopes"] is None and not options["dropout_p"]
+    more = options["sink"] is options["alibi_slopes"] is options["key_ranges"] is None
+    more = more and not options["dropout_p"]
     if not more or places & 15 or any_autocast() or needs_dispatcher(q, k, v):
         return None
     if not (is_bare(q) and is_bare(k) and is_bare(v)):
@@ -137,6 +154,7 @@ def differentiated(
     """`attention_backward` of dout, q, k, v, out and lse, and of dlse in `more`."""
     if "cu_seqlens_q" in more:
         return attention_backward(*given, **more, into=into)
+    more = _dense_options(more)
     if more["dlse"] is not None:
         more["dlse"] = more["dlse"][None]
     places = None if into is None else _dense(into)
@@ -173,13 +191,19 @@ class Lanes:
     def __init__(self, device: torch.device, count: int):
         self.count, self._device = count, device
         self._begin: Any = None
+        self.main: Any = None
         self._streams: tuple[Any, ...] = ()
         self._used: list[Any] = []
         if count > 1:
-            self._main = torch.cuda.current_stream(device)
+            self.main = torch.cuda.current_stream(device)
             if device not in _STREAMS:
                 _STREAMS[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
             self._streams = _STREAMS[device]
+
+    @property
+    def side(self) -> Any:
+        """The stream of the other lane."""
+        return self._streams[0]
 
     def begin(self, event: Any) -> None:
         """Other streams begin after this event, the first that is told."""
@@ -218,10 +242,201 @@ class Lanes:
     def keep(self, made: Tensor, index: int) -> Tensor:
         """A tensor that was made on a lane, and is used after `join`."""
         if self._streams and index % self.count:
-            made.record_stream(self._main)
+            made.record_stream(self.main)
         return made
 
     def join(self) -> None:
         """The current stream, lane 0, waits for the others."""
         for stream in self._used:
-            self._main.wait_stream(stream)
+            self.main.wait_stream(stream)
+
+
+# Types of options.
+_PLAIN = frozenset((bool, float, int, str, type(None)))
+
+
+def key_of(q: Any, k: Any, v: Any, told: tuple[Any, ...]) -> Any:
+    """All that a forward depends on; None where none may come again: under a capture, autocast, a
+    transform or a tracer, in memory of odd addresses, and for arguments that are no tensors or
+    are compared by identity. told: options of the call."""
+    if not (q.__class__ is k.__class__ is v.__class__ is Tensor) or any_autocast():
+        return None
+    if q.ndim != 3 or not all([each.__class__ in _PLAIN for each in told]):
+        return None
+    if needs_dispatcher(q, k, v) or not (is_bare(q) and is_bare(k) and is_bare(v)):
+        return None
+    where = q.device
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or where != k.device or where != v.device:
+        return None
+    stream = 0
+    if where.type == "cuda":
+        if where.index != current_device() or torch.cuda.is_current_stream_capturing():
+            return None
+        stream = raw_stream(where.index)
+    places = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
+    dtypes, strict = (q.dtype, k.dtype, v.dtype), are_deterministic_algorithms_enabled()
+    records = is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return places, dtypes, where.index, stream, strict, records, EPOCH.number, told
+
+
+# Adds to the results of calls, from where q, k, v and out begin.
+Ask = Callable[[Sequence[int], list[Tensor]], None]
+
+
+class Again:
+    """A forward on rows that lie as others did, on the stream that those had: the same kernels and
+    copies in the same order. Called with q, k, v and whether log-sum-exps are wanted; returns out
+    and those of each call, as `gather.forward`."""
+
+    def __init__(self, asks: Sequence[Ask], told: Sequence[Any], lanes: Lanes, like: Tensor):
+        """told: of each call of each group of heads its number, its heads or None for all, and its
+        lane. like: an out."""
+        self._asks, self._told, self._lanes = asks, told, lanes
+        self._shape = like.shape
+        self._count = 1 + max(index for index, *_ in told)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, wants_lse: bool) -> tuple[Tensor, list]:
+        out, found = q.new_empty(self._shape), []
+        begins = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        try:
+            for ask in self._asks:
+                ask(begins, found)
+        finally:
+            torch.cuda.set_stream(self._lanes.main)
+        lses: list[Any] = [None] * self._count
+        if not wants_lse:
+            return out, lses
+        for (index, heads, lane), lse in zip(self._told, found, strict=True):
+            self._lanes.keep(lse, lane)
+            if heads is None:
+                lses[index] = lse
+                continue
+            if lses[index] is None:
+                lses[index] = lse.new_empty((q.shape[1], lse.shape[1]))
+            lses[index][heads] = lse
+        return out, lses
+
+
+class _Asked:
+    """Collects what a step asks. lanes: streams of a step."""
+
+    def __init__(self, step: Any, lanes: Lanes, bound: Mapping[tuple[int, int], Bound]):
+        self.step, self.lanes, self.bound = step, lanes, bound
+        self.asks: list[Ask] = []
+        self.told: list[Any] = []
+        self._peers, self._current, self._begun = step.shared.peers, lanes.main, False
+        self._begin: Any = None
+
+    def on(self, index: int) -> Any:
+        """Makes a lane the current stream, as `Lanes.on`."""
+        lanes = self.lanes
+        stream = lanes.side if index % lanes.count else lanes.main
+        if stream is lanes.side and not self._begun:
+            self._begun = True
+            if self._begin is not None:
+                self.waits(stream, self._begin)
+        if stream is not self._current:
+            self.asks.append(lambda begins, found: torch.cuda.set_stream(stream))
+            self._current = stream
+        return stream
+
+    def marks(self, stream: Any) -> Any:
+        """An event of all that a stream has then."""
+        event = torch.cuda.Event()
+        self.asks.append(lambda begins, found: event.record(stream))
+        return event
+
+    def waits(self, stream: Any, event: Any) -> None:
+        self.asks.append(lambda begins, found: event.wait(stream))
+
+    def begins(self, event: Any) -> None:
+        self._begin = self._begin or event
+
+    def packs(self, index: int, k: Tensor, v: Tensor) -> None:
+        """Ranks meet, and own rows are written where others read them."""
+        peers, stream = self._peers, self.on(index)
+        self.asks.append(lambda begins, found: peers.begin_again(stream))
+        for group in self.step.told:
+            write = self.step.shared.part(self.step.made.rank, group.keys).writes(k, v)
+            if write is not None:
+                self.asks.append(_packing(write))
+
+    def ready(self, index: int) -> Any:
+        peers, stream = self._peers, self.on(index)
+        self.asks.append(lambda begins, found: peers.meet(0))
+        return self.marks(stream)
+
+    def copies(self, group: Any, after: Any, index: int) -> None:
+        """Rows of other ranks come, and a lane waits for them."""
+        stream, part = self._peers.of_keys, self.step.shared.part(self.step.made.rank, group.keys)
+        lane = self.on(index)
+        self.waits(stream, after)
+        for into, rows in part.keys:
+            copy = copier(stream, into, rows)
+            self.asks.append(lambda begins, found, copy=copy: copy())
+        self.waits(lane, self.marks(stream))
+
+    def calls(self, group: Any, indices: Sequence[int], index: int, is_local: bool) -> None:
+        self.on(index)
+        heads, is_one = group.queries, is_local or len(self.step.told) == 1
+        for number in indices:
+            self.asks.append(_calling(self.bound[number, heads.start], is_local))
+            self.told.append((number, None if is_one else heads, index))
+
+    def join(self) -> None:
+        if self._begun:
+            self.waits(self.lanes.main, self.marks(self.lanes.side))
+
+
+def _packing(write: Callable[[int, int], None]) -> Ask:
+    return lambda begins, found: write(begins[1], begins[2])
+
+
+def _calling(run: Bound, is_local: bool) -> Ask:
+    if is_local:
+        return lambda begins, found: found.append(run(*begins))
+    # Gathered rows lie where they lay in the step before.
+    return lambda begins, found: found.append(run(begins[0], 0, 0, begins[3]))
+
+
+def again(
+    step: Any,
+    rows: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lanes: Lanes,
+    bound: Mapping[tuple[int, int], Bound],
+    whole: Any,
+) -> Again:
+    """A step of a forward that copies rows, on two lanes, all of whose calls are bound. bound: by
+    the call's number and its first query head; whole: the group of all heads."""
+    asked, (_, k, v) = _Asked(step, lanes, bound), rows
+    calls, index, after = step.on.schedule.calls, 0, None
+    count = sum(call.is_local for call in calls)
+    local = [whole][: count > 0]
+    is_packed = False
+    if step.is_hidden and (step.left > 0 or not step.told):
+        if step.left and not step.is_little:
+            asked.packs(0, k, v)
+            is_packed = True
+        asked.begins(asked.marks(lanes.main))
+        for group in local:
+            asked.calls(group, range(count), index, True)
+            index += 1
+        local = []
+    if step.told:
+        if not is_packed:
+            asked.packs(index, k, v)
+        after = asked.ready(index)
+        asked.begins(after)
+    parts = [(group, False) for group in step.told]
+    place = 0 if step.is_hidden else len(parts)
+    parts[place:place] = [(group, True) for group in local]
+    for group, is_local in parts:
+        if is_local:
+            asked.calls(group, range(count), index, True)
+        else:
+            asked.copies(group, after, index)
+            asked.calls(group, range(count, len(calls)), index, False)
+        index += 1
+    asked.join()
+    return Again(asked.asks, asked.told, lanes, out)

@@ -8,6 +8,7 @@ keys and values travel back as kernels write them, each call's by itself, and ar
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from heedful.distributed.calls import (
     EPOCH,
     Bound,
     Lanes,
+    again,
     attended,
     differentiated,
+    from_first,
     leaves,
     lies,
     part_of,
@@ -204,7 +207,29 @@ def _arguments(
     for name in ("sink", "alibi_slopes"):
         if made.get(name) is not None:
             made[name] = made[name][group.queries]
+    if made.get("key_ranges") is not None:
+        made["key_ranges"] = made["key_ranges"][index]
     return made
+
+
+def _by_call(options: dict[str, Any], on: OnDevice) -> dict[str, Any]:
+    """The options of a step: each call has key_ranges of its own, counted from the first key of
+    each of its sequences."""
+    ranges = options.get("key_ranges")
+    if ranges is None:
+        return options
+    if "firsts" not in on.kept:
+        on.kept["firsts"] = [_firsts(call, ranges.device) for call in on.schedule.calls]
+    each = zip(on.schedule.calls, on.kept["firsts"], strict=True)
+    made = [from_first(ranges[call.rows], firsts) for call, firsts in each]
+    return options | {"key_ranges": made}
+
+
+def _firsts(call: Call, device: torch.device) -> Tensor:
+    """int32 (rows, 1): where the keys of each row's sequence begin in its document."""
+    counts = torch.tensor([len(piece) for piece in call.pieces])
+    firsts = torch.tensor(call.firsts, dtype=torch.int32)
+    return firsts.repeat_interleave(counts)[:, None].to(device)
 
 
 def _fixed(on: OnDevice, index: int, group: Group, is_placed: bool, drops: bool) -> dict[str, Any]:
@@ -271,8 +296,8 @@ class Step:
                 is_little = cost.packs_little(on.schedule, heads, dims, k.itemsize)
             # The host's time of a captured step costs nothing: ranks meet first, so that calls
             # of two streams end together.
-            waits = backward or shared is None or is_captured
-            left = 0 if waits else leaves(backend)
+            waits = shared is None or (is_captured and not backward)
+            left = 0 if waits or (backward and not cost.LEAVES_BACKWARD) else leaves(backend)
             found = on.kept[facts] = cls(made, on, shared, *told, left, is_little)
         return found
 
@@ -340,9 +365,11 @@ class Step:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, made: ContextPlan, on: OnDevice, options: dict[str, Any]
-) -> tuple[Tensor, list[Tensor]]:
-    """out of this rank's queries, and by call their lse, (heads, rows)."""
+) -> tuple[Tensor, list[Tensor], Any]:
+    """out of this rank's queries, and by call their lse, (heads, rows). Last what makes an
+    `Again` of the step, if all its calls are bound, else None."""
     step = Step.of((q, k, v), made, on, False, options["backend"])
+    options = _by_call(options, on)
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     facts, kept = lies(q, k, v, options), on.kept
     bases = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
@@ -351,7 +378,7 @@ def forward(
         if len(step.told) > 1 and not call.is_local:
             shape = q.shape[1], call.rows.stop - call.rows.start
             lses[index] = q.new_empty(shape, dtype=torch.float32)
-    lanes = step.lanes(q)
+    lanes, are_bound = step.lanes(q), {}
     for part in step.parts((q, k, v), lanes):
         heads = part.group.queries
         # Gathered rows lie where they lay in the step before.
@@ -363,6 +390,7 @@ def forward(
             with lanes.on(part.index):
                 if isinstance(known, Bound):
                     found = known(*begin)
+                    are_bound[index, heads.start] = known
                 else:
                     given = part_of(q, call.rows, heads), *_keys_of(call, part, k, v)
                     more = _arguments(options, on, index, part.group, part.left)
@@ -370,14 +398,18 @@ def forward(
                     found = attended(given, more, into)
                     if facts is not None and lasts:
                         # Most plans' calls come again: they are bound the second time.
-                        again = Bound.of(given, more, into, begin) if key in kept else None
-                        kept[key] = again
+                        new = Bound.of(given, more, into, begin) if key in kept else None
+                        kept[key] = new
                 if (lse := lses[index]) is None:
                     lses[index] = lanes.keep(found, part.index)
                 else:
                     lse[heads] = found
     lanes.join()
-    return out, lses
+    count = sum(len(step.told) ** (not call.is_local) for call in on.schedule.calls)
+    if lanes.count == 1 or not step.told or len(are_bound) < count:
+        return out, lses, None
+    whole = Group(slice(0, k.shape[1]), slice(0, q.shape[1]))
+    return out, lses, partial(again, step, (q, k, v), out, lanes, are_bound, whole)
 
 
 def put_together(lses: Sequence[Tensor], on: OnDevice, like: Tensor) -> Tensor:
@@ -407,6 +439,7 @@ def backward(
     q, k, v, out, *lses = saved
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     step = Step.of((q, k, v), made, on, True, options["backend"])
+    options = _by_call(options, on)
     lanes = step.lanes(q)
     dsinks: list[tuple[slice, Tensor]] = []
     sent: list[Part] = []
@@ -425,7 +458,7 @@ def backward(
             places = [] if keys is None else keys.gradients()
             for index in part.calls:
                 call = on.schedule.calls[index]
-                more = _arguments(options, on, index, part.group)
+                more = _arguments(options, on, index, part.group, part.left)
                 more["dlse"] = None if dlse is None else dlse[heads, call.rows].contiguous()
                 given = [part_of(x, call.rows, heads) for x in (dout, q)]
                 given += [*_keys_of(call, part, k, v), part_of(out, call.rows, heads)]

@@ -276,9 +276,13 @@ class InGrid:
 
 
 def _of_heads(options: dict[str, Any], made: ring.Ranks) -> dict[str, Any]:
-    """The options of calls of this rank's heads."""
+    """The options of calls of this rank's heads. A collective with key_ranges, which are then those
+    of all rows."""
     begin, end = _spans(made, "queries")[made.rank]
     found: dict[str, Any] = options | {"first_head": begin}
+    if found.get("key_ranges") is not None:
+        (ranges,) = to_heads([(found["key_ranges"][:, None], [(0, 1)] * made.ranks)], made)
+        found["key_ranges"] = ranges[:, 0].contiguous()
     for name in ("sink", "alibi_slopes"):
         if found.get(name) is not None:
             found[name] = found[name][begin:end]

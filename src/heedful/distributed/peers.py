@@ -61,24 +61,36 @@ class SharedPart:
             views = self._views[place] = k, v
         return views
 
-    def _writer(self, like: Sequence[Tensor]) -> Callable[[Tensor, Tensor], None] | None:
+    def _writer(self, like: Sequence[Tensor]) -> Callable[[int, int], None] | None:
         if any(x.stride(-1) != 1 for x in like):
             return None
         caches = (x[None] for x in self.rows.split([x.shape[-1] for x in like], -1))
         return slot_writer(*like, *caches, self._shared.slots(like[0].device))
 
+    def writes(self, k: Tensor, v: Tensor) -> Callable[[int, int], None] | None:
+        """A function that writes own rows of such k and v where others read them, from where those
+        of all heads begin. None where there are none, and on CPUs."""
+        if not self.own:
+            return None
+        heads = self._heads
+        lies = k.shape, k.stride(), v.stride(), (k.data_ptr() | v.data_ptr()) % 16
+        if lies not in self._writers:
+            first = min(rows.start for rows, _ in self.own)
+            parts = [x[first:, heads] for x in (k, v)]
+            write = self._writer(parts)
+            a, b = (part.data_ptr() - x.data_ptr() for part, x in zip(parts, (k, v), strict=True))
+            if write is not None and (a or b):
+                of_part, write = write, lambda k, v: of_part(k + a, v + b)
+            self._writers[lies] = write
+        return self._writers[lies]
+
     def pack(self, k: Tensor, v: Tensor) -> None:
         """Writes this rank's k and v where others read them. On a GPU one launch writes all."""
         if not self.own:
             return
-        heads = self._heads
-        parts = [k, v] if k.shape[1] == heads.stop - heads.start else [k[:, heads], v[:, heads]]
-        lies = k.shape, k.stride(), v.stride(), (k.data_ptr() | v.data_ptr()) % 16
-        if lies not in self._writers:
-            self._writers[lies] = self._writer(parts)
-        write = self._writers[lies]
+        heads, write = self._heads, self.writes(k, v)
         if write is not None:
-            write(*parts)
+            write(k.data_ptr(), v.data_ptr())
             return
         words = words_of(k), words_of(v)
         k, v = words if words[0].dtype == words[1].dtype else (k, v)
@@ -120,13 +132,14 @@ class SharedRows:
         return self._rows(rank, heads, self.schedule.back.counts, self._begin)
 
     def slots(self, device: torch.device) -> Tensor:
-        """int32 (rows of this rank,): where each lies among the gathered ones, -1 for those that
-        nobody else needs."""
+        """int32: where each row of this rank lies among the gathered ones, from the first to the
+        last that others need; -1 for those between that nobody needs."""
         if self._slots is None:
             own = self.schedule.own
-            slots = np.full(max((rows.stop for rows, _ in own), default=0), -1, np.int32)
+            first, last = min(rows.start for rows, _ in own), max(rows.stop for rows, _ in own)
+            slots = np.full(last - first, -1, np.int32)
             for rows, place in own:
-                slots[rows] = np.arange(place.start, place.stop)
+                slots[rows.start - first : rows.stop - first] = np.arange(place.start, place.stop)
             self._slots = torch.from_numpy(slots).to(device)
         return self._slots
 
@@ -189,12 +202,29 @@ class Peers:
             if self._latest is not None and self._latest != stream:
                 stream.wait_stream(self._latest)
             self._latest = stream
-        self._handle.barrier(0, self._wait_ms)
+        self.meet(0)
 
-    def ready(self, channel: int) -> torch.cuda.Event:
-        """Waits until every rank has come here: the event of that. channel: another where ranks may
+    def begin_again(self, stream: torch.cuda.Stream) -> None:
+        """`begin` on the current stream, which is not captured."""
+        if self._latest is not stream:
+            if self._latest is not None and self._latest != stream:
+                stream.wait_stream(self._latest)
+            self._latest = stream
+        self.meet(0)
+
+    def meet(self, channel: int) -> None:
+        """The current stream waits until every rank has come here. channel: another where ranks may
         wait on another stream at the same time; `begin` has 0."""
         self._handle.barrier(channel, self._wait_ms)
+
+    @property
+    def of_keys(self) -> torch.cuda.Stream:
+        """The stream on which keys are copied."""
+        return self._streams[0]
+
+    def ready(self, channel: int) -> torch.cuda.Event:
+        """`meet`: the event of that."""
+        self.meet(channel)
         event = torch.cuda.Event()
         event.record()
         return event

@@ -91,6 +91,8 @@ class ContextPlan:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.mask, self.reasons, self.peers = mask, tuple(reasons), peers
         self.grid, self.number = grid, number_of(self)
+        # Forwards that come again, by what they depend on.
+        self.recent: dict[Any, Any] = {}
         self.tokens = layout.tokens(self.rank)
         self.total_tokens = layout.starts[-1]
         # By rank, where its rows lie in the batch; the most slices that a rank has.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heedful.distributed.calls import attended, differentiated, placed
+from heedful.distributed.calls import attended, differentiated, from_first, placed
 from heedful.distributed.exchange import Exchange, head_start, side_by_side
 from heedful.distributed.grids import Side
 from heedful.distributed.plan import ContextPlan, StepsOnDevice
@@ -68,7 +68,7 @@ def _calls(
         for run in _in_runs(part, most)
     )
     for part, cumulative in parts:
-        made = options | {"window_size": part.window}
+        made: dict[str, Any] = options | {"window_size": part.window}
         head = made.pop("first_head", 0)
         if not part.is_own:
             made["sink"] = None
@@ -81,6 +81,9 @@ def _calls(
         if made.get("alibi_slopes") is not None:
             ((_, row, key),) = part.begins
             made |= placed(part, row - key)
+        if made.get("key_ranges") is not None:
+            ((_, _, key),) = part.begins
+            made["key_ranges"] = from_first(made["key_ranges"][part.rows], key)
         yield part, made
 
 

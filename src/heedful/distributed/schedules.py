@@ -398,7 +398,11 @@ def _inner(mask: Mask, piece: Piece, length: int) -> tuple[int, int]:
     """[begin, end) of the rows of a piece that see no keys outside of it, cut at tiles."""
     begin, end = piece.begin, piece.end
     if begin > 0:
-        begin = end if mask.left is None or mask.first else begin + -(-mask.left // BLOCK) * BLOCK
+        if mask.left is None or mask.first:
+            begin = end
+        else:
+            first = -(-begin // mask.unit) * mask.unit
+            begin = first + -(-mask.left // BLOCK) * BLOCK
     if end < length:
         end = begin if mask.right is None else end - -(-mask.right // BLOCK) * BLOCK
     return begin, end

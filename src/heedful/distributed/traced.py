@@ -16,7 +16,10 @@ _OPTIONS = (
     " bool deterministic, int? dropout_seed, str? backend"
 )
 _NAMES = tuple(each.split()[-1] for each in _OPTIONS.split(", "))
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? alibi_slopes, Tensor plan"
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? alibi_slopes, Tensor? key_ranges,"
+    " Tensor plan"
+)
 _LIBRARY = torch.library.Library("heedful_context", "DEF")
 for _schema in (
     f"attention({_INPUTS}, {_OPTIONS}) -> (Tensor out, Tensor lse)",
@@ -36,16 +39,16 @@ def number_of(plan: Any) -> Tensor:
     return torch.tensor(number, device="cpu")
 
 
-def attend(q, k, v, sink, alibi_slopes, plan: Any, more: tuple[Any, ...]) -> Any:
+def attend(q, k, v, sink, alibi_slopes, key_ranges, plan: Any, more: tuple[Any, ...]) -> Any:
     """out and lse, by the operator. more: its options."""
     operator = torch.ops.heedful_context.attention.default
-    return operator(q, k, v, sink, alibi_slopes, plan.number, *more)
+    return operator(q, k, v, sink, alibi_slopes, key_ranges, plan.number, *more)
 
 
-def _forward(q, k, v, sink, alibi_slopes, plan, *more):
+def _forward(q, k, v, sink, alibi_slopes, key_ranges, plan, *more):
     from heedful.distributed.attention import attention
 
-    options = dict(zip(_NAMES, more, strict=True))
+    options = dict(zip(_NAMES, more, strict=True)) | {"key_ranges": key_ranges}
     made = _PLANS[int(plan)]
     return attention(
         q, k, v, made, alibi_slopes=alibi_slopes, sink=sink, return_lse=True, **options
@@ -57,14 +60,15 @@ def _lse_like(q: Tensor) -> Tensor:
     return q.new_empty((*batch, heads, rows), dtype=torch.float32)
 
 
-def _fake_forward(q, k, v, sink, alibi_slopes, plan, *more):
+def _fake_forward(q, k, v, sink, alibi_slopes, key_ranges, plan, *more):
     return q.new_empty((*q.shape[:-1], v.shape[-1])), _lse_like(q)
 
 
-def _backward(dout, dlse, out, lse, q, k, v, sink, alibi_slopes, plan, *more):
+def _backward(dout, dlse, out, lse, q, k, v, sink, alibi_slopes, key_ranges, plan, *more):
     from heedful.distributed.attention import differentiated
 
-    options = dict(zip(_NAMES, more, strict=True)) | {"alibi_slopes": alibi_slopes}
+    options = dict(zip(_NAMES, more, strict=True))
+    options |= {"alibi_slopes": alibi_slopes, "key_ranges": key_ranges}
     mask = options.pop("causal"), options.pop("window_size")
     is_batch, batch = q.ndim == 4, q.shape[0]
     if is_batch:
@@ -77,14 +81,14 @@ def _backward(dout, dlse, out, lse, q, k, v, sink, alibi_slopes, plan, *more):
     return *(x.contiguous() for x in grads), q.new_empty(0) if dsink is None else dsink
 
 
-def _fake_backward(dout, dlse, out, lse, q, k, v, sink, alibi_slopes, plan, *more):
+def _fake_backward(dout, dlse, out, lse, q, k, v, sink, alibi_slopes, key_ranges, plan, *more):
     like = torch.empty_like
     grads = (like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     return *grads, q.new_empty(0) if sink is None else like(sink)
 
 
 def _keep(ctx, inputs, output):
-    tensors, ctx.more = inputs[:6], inputs[6:]
+    tensors, ctx.more = inputs[:7], inputs[7:]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
 
@@ -96,7 +100,8 @@ def _differentiate(ctx, dout, dlse):
         dout = torch.zeros_like(out)
     arguments = dout, dlse, out, lse, *tensors, *ctx.more
     *grads, dsink = torch.ops.heedful_context.backward.default(*arguments)
-    return *grads, None if tensors[3] is None else dsink, None, None, *(None for _ in ctx.more)
+    nothing = (None for _ in (*tensors[4:], *ctx.more))
+    return *grads, None if tensors[3] is None else dsink, *nothing
 
 
 def _second(ctx, *grads):

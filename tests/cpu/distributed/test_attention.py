@@ -317,6 +317,28 @@ def plan_of_rank(rank: int, count: int, **more: Any) -> ContextPlan:
         ({"k_descale": 1}, "", "k_descale is not taken"),
         ({"num_splits": 2}, "", "num_splits is not taken"),
         ({"causaul": True}, "", "unexpected keyword argument 'causaul'"),
+        ({"block_mask": 1}, "", "block_mask is not taken.*key_ranges are"),
+        (
+            {"numerics": "invariant", "plan": {"strategy": "ring"}},
+            "",
+            "numerics must be 'fast' under strategy 'ring': it merges parts",
+        ),
+        (
+            {"numerics": "invariant", "causal": True, "window_size": (10, 0, 4)},
+            "",
+            r"numerics must be 'fast' under strategy 'gather' with window_size\[2\]",
+        ),
+        ({"key_ranges": [[0, 1]]}, "", "key_ranges must be a plain tensor"),
+        ({"key_ranges": torch.zeros(9, 2)}, "", r"key_ranges must be \(256, 2 or 4\)"),
+        ({"key_ranges": torch.zeros(256, 2)}, "", "key_ranges must be int32 on cpu"),
+        (
+            {
+                "key_ranges": torch.zeros(256, 2, dtype=torch.int32),
+                "window_size": (10, 0, 4),
+            },
+            "",
+            r"key_ranges must be None with window_size\[2\] under strategy 'gather'",
+        ),
         (
             {"window_size": (10, 0, 4), "dropout_p": 0.1, "dropout_seed": 1},
             "",

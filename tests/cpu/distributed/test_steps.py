@@ -20,6 +20,7 @@ from heedful.core.call.spread import CAUSAL, Mask
 from heedful.distributed import attention, calls, cost, gather, peers
 from heedful.distributed.layouts import contiguous, zigzag
 from heedful.distributed.plan import ContextPlan
+from heedful.torch.eager import over_ranks
 from heedful.torch.eager.slots import append_slots
 from support.runs import standin
 
@@ -36,9 +37,13 @@ class Memory(peers.Peers):
     def begin(self) -> None:
         self.log.append("begin")
 
-    def ready(self, channel: int) -> Any:
+    def begin_again(self, stream: Any) -> None:
+        self.log.append("begin")
+
+    def meet(self, channel: int) -> None:
         self.log.append("ready")
-        return SimpleNamespace()
+
+    _streams: Any = (SimpleNamespace(cuda_stream=0, device_index=0),)
 
     def view(self, rank, begin, shape, dtype):
         size = math.prod(shape) * dtype.itemsize
@@ -69,8 +74,11 @@ def planned(monkeypatch, window: int, rank: int = 1) -> tuple[ContextPlan, Memor
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    event = SimpleNamespace(record=lambda: None)
+    event = SimpleNamespace(record=lambda *_: None, wait=lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    nothing = SimpleNamespace(copy=lambda *_: None)
+    monkeypatch.setattr(over_ranks, "driver", lambda vendor: nothing)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(calls, "_STREAMS", {})
@@ -96,8 +104,8 @@ def rows(made: ContextPlan, seed: int = 0) -> list[torch.Tensor]:
         # Own rows are packed on SMs that the local call leaves, if there are few.
         ("", ["local", "begin", "ready", "pull", "other"]),
         ("much", ["begin", "local", "ready", "pull", "other"]),
-        # Bits could depend on how many SMs a call has.
-        ("invariant", ["begin", "ready", "local", "pull", "other"]),
+        # Bits could depend on how many SMs a call has, and on where its keys begin: none are local.
+        ("invariant", ["begin", "ready", "pull", "other"]),
         ("captured", ["begin", "ready", "local", "pull", "other"]),
     ],
 )
@@ -118,7 +126,8 @@ def test_local_calls_that_hide_copies_go_first_and_leave_sms_to_meet_on(monkeypa
     q, k, v = rows(made)
     attention(q, k, v, made, causal=True, window_size=(128, 0), backend=backend)
     assert memory.log == want
-    assert margins == [0 if change in ("invariant", "captured") else cost.LEFT, 0]
+    first = {"invariant": [], "captured": [0]}.get(change, [cost.LEFT])
+    assert margins == [*first, 0]
 
 
 @pytest.mark.parametrize("size", ["shard", "few rows"])
@@ -205,9 +214,10 @@ def test_one_launch_packs_own_rows_where_copies_would(monkeypatch, window):
     launches: list[int] = []
 
     def writer(*like):
-        def write(k, v):
-            launches.append(len(k))
-            append_slots(k, v, like[2], like[3], like[4])
+        def write(*begins):
+            assert begins == (like[0].data_ptr(), like[1].data_ptr())
+            launches.append(len(like[4]))
+            append_slots(*like)
 
         return write
 
@@ -224,4 +234,98 @@ def test_one_launch_packs_own_rows_where_copies_would(monkeypatch, window):
                 part.pack(k, v)
         assert torch.equal(part.rows.nan_to_num(7.0), packed.nan_to_num(7.0))
         assert not part.rows.isnan().all()
-    assert launches == 4 * [made.tokens]
+    # From the first to the last row that the other rank needs, of one window the last ones.
+    assert launches == 4 * [128 if window > 0 else made.tokens]
+
+
+class Trace:
+    """What a step asks streams for. Events are numbered as they are recorded."""
+
+    def __init__(self, monkeypatch, gpu: Any):
+        self.log: list[Any] = []
+        self.now: Any = "main"
+        self._events: dict[int, int] = {}
+        trace = self
+
+        class Queue:
+            cuda_stream = device_index = 0
+
+            def __init__(self, *_: Any, name: str = ""):
+                self.name = name or ("main" if _ else "?")
+
+            def wait_event(self, event: Any) -> None:
+                trace.log.append(("wait", self.name, event.number))
+
+            def wait_stream(self, other: Any) -> None:
+                event = Event()
+                event.record(other)
+                event.wait(self)
+
+            def __enter__(self) -> None:
+                self._before, trace.now = trace.now, self.name
+
+            def __exit__(self, *_: Any) -> None:
+                trace.now = self._before
+
+        class Event:
+            number = -1
+
+            def record(self, stream: Any = None) -> None:
+                self.number = sum(what == "record" for what, *_ in trace.log)
+                trace.log.append(("record", stream.name if stream else trace.now, self.number))
+
+            def wait(self, stream: Any = None) -> None:
+                trace.log.append(("wait", stream.name if stream else trace.now, self.number))
+
+        def switched(stream: Any) -> None:
+            trace.now = stream.name
+
+        main, side, keys = (Queue(name=name) for name in ("main", "side", "keys"))
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: main)
+        monkeypatch.setattr(torch.cuda, "set_stream", switched)
+        monkeypatch.setattr(calls, "_STREAMS", {torch.device("cpu"): (side, side)})
+        copies = SimpleNamespace(copy=lambda *places: self.log.append(("copy", "keys", places)))
+        monkeypatch.setattr(over_ranks, "driver", lambda vendor: copies)
+        gpu.before_launch = lambda launch: self.log.append(("launch", self.now))
+        self.streams = keys, keys
+
+
+class Real(Memory):
+    """Peers whose streams and barriers are stand-ins."""
+
+    begin, ready, pull = peers.Peers.begin, peers.Peers.ready, peers.Peers.pull
+    meet, begin_again = peers.Peers.meet, peers.Peers.begin_again
+
+    def trace(self, trace: Trace) -> None:
+        def barrier(channel: int, wait_ms: int) -> None:
+            trace.log.append(("barrier", trace.now, channel))
+
+        self._streams, self._device, self._latest, self._wait_ms = trace.streams, None, None, 0
+        self._handle = SimpleNamespace(barrier=barrier)
+
+
+@pytest.mark.parametrize("records", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("window", [128, -1])
+def test_a_step_that_comes_again_asks_for_the_same_in_the_same_order(
+    monkeypatch, window, rank, records
+):
+    made, _ = planned(monkeypatch, window, rank)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    made.peers = Real()
+    found = []
+    with standin.gpu() as gpu:
+        trace = Trace(monkeypatch, gpu)
+        made.peers.trace(trace)
+        for step in range(5):
+            trace.log.clear()
+            given: Any = *(x.requires_grad_(records) for x in rows(made, step)), made
+            more: Any = {"causal": True, "window_size": (window, 0)}
+            _, lse = attention(*given, **more, return_lse=True)
+            assert lse.shape == (HEADS[0], made.tokens) and trace.now == "main"
+            found.append([*trace.log])
+        assert len(made.recent) == 1
+    assert ("barrier", "side" if window > 0 else "main", 0) in found[0]
+    assert any(what == "copy" for what, *_ in found[0]) or (window, rank) == (128, 0)
+    assert found == [found[0]] * len(found)

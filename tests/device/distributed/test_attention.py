@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from heedful import flash_attn_varlen_func
 from heedful.bench.parallel import captured
 from heedful.distributed import attention, plan
 from support.distributed.context import CASES, computed
@@ -96,6 +97,7 @@ def repeated(rank: int, count: int, facts: dict[str, Any], window: tuple[int, in
         first = both(*rows)
         for _ in range(3):
             both(*map(torch.randn_like, rows))
+        assert made.recent
         again = both(*(x.clone() for x in rows))
     return [torch.equal(x, y) for x, y in zip(first, again, strict=True)]
 
@@ -108,6 +110,45 @@ def repeated(rank: int, count: int, facts: dict[str, Any], window: tuple[int, in
 def test_calls_that_come_again_give_the_bits_of_the_first(ranks, lengths, window):
     for found in ranks.run(repeated, {"lengths": lengths}, window):
         assert all(found)
+
+
+def invariant(
+    rank: int, count: int, strategy: str, lengths: list[int], window: tuple[int, int]
+) -> list[bool]:
+    """Whether out and lse have the bits of a call of the whole batch; last, whether those of a call
+    by other numerics differ."""
+    by: dict[str, Any] = {"strategy": strategy}
+    if strategy in ("copy", "send"):
+        by = {"strategy": "gather", "transport": strategy}
+    shape = {"heads_q": 8, "heads_k": 4, "head_dim": 128}
+    made = plan(lengths=lengths, window_size=window, **shape, **by)
+    torch.manual_seed(0)
+    shapes = [(sum(lengths), heads, 128) for heads in (8, 4, 4)]
+    whole: Any = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes]
+    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    given: Any = *whole, ends, ends, max(lengths), max(lengths)
+    options: dict[str, Any] = {"causal": True, "window_size": window, "return_lse": True}
+    with torch.no_grad():
+        out, lse = flash_attn_varlen_func(*given, **options, numerics="invariant")
+        fast, _ = flash_attn_varlen_func(*given, **options)
+        mine: Any = *(made.shard(x) for x in whole), made
+        for _ in range(2):
+            found, found_lse = attention(*mine, **options, numerics="invariant")
+    same = [torch.equal(found, made.shard(out)), torch.equal(found_lse, made.shard(lse, dim=1))]
+    return [*same, not torch.equal(fast, out)]
+
+
+@pytest.mark.parametrize("strategy", ["copy", "send", "heads"])
+@pytest.mark.parametrize(
+    ("lengths", "window"),
+    [([20000], (-1, 0)), ([40000], (1000, 0)), ([20000, 700, 1, 3000], (-1, 0))],
+    ids=["one", "window", "four"],
+)
+def test_invariant_numerics_give_the_bits_of_the_whole_batch(ranks, strategy, lengths, window):
+    found = ranks.run(invariant, strategy, lengths, window)
+    # A window of few keys may have no border of parts in which other numerics would differ.
+    assert all(out and lse for out, lse, _ in found)
+    assert window[0] > 0 or all(differs for *_, differs in found)
 
 
 @pytest.mark.parametrize(

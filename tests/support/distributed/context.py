@@ -44,6 +44,7 @@ CASES = {
     "dropout": packed(dropout_p=0.2, window=(300, 0)),
     "bfloat16": packed(dtype="bfloat16", sink=True),
     "a head each": packed(heads_k=8, head_dim_v=16),
+    "key ranges": packed(key_ranges=2, sink=True),
 }
 
 
@@ -85,6 +86,7 @@ def computed(
         case.softcap,
         None if x.alibi_slopes is None else x.alibi_slopes[0],
         sink=sink,
+        key_ranges=None if x.key_ranges is None else made.shard(x.key_ranges),
         dropout_seed=None if x.seed is None else int(x.seed),
         return_lse=True,
     )

@@ -14,15 +14,22 @@ PRELOADED = ["numpy", "torch", "torch.distributed", "heedful.torch", "heedful.di
 
 class Ranks:
     """So many ranks. folder: where they meet; seconds: how long one waits for another; backend:
-    "gloo", or "nccl", with a GPU each."""
+    "gloo", or "nccl", with a GPU each; environ: variables that their processes have."""
 
-    def __init__(self, count: int, folder: Path, seconds: float = 60.0, backend: str = "gloo"):
+    def __init__(
+        self,
+        count: int,
+        folder: Path,
+        seconds: float = 60.0,
+        backend: str = "gloo",
+        environ: dict[str, str] | None = None,
+    ):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOADED, "support.problems.budget"])
         self._pipes, self.processes = [], []
         for rank in range(count):
             mine, its = context.Pipe()
-            told = (its, rank, count, str(folder / "store"), seconds, backend)
+            told = (its, rank, count, str(folder / "store"), seconds, backend, environ or {})
             process = context.Process(target=_serve, args=told, daemon=True)
             process.start()
             its.close()
@@ -59,8 +66,15 @@ def _answer(pipe: Connection) -> tuple[str, Any]:
 
 
 def _serve(
-    pipe: Connection, rank: int, count: int, store: str, seconds: float, backend: str
+    pipe: Connection,
+    rank: int,
+    count: int,
+    store: str,
+    seconds: float,
+    backend: str,
+    environ: dict[str, str],
 ) -> None:
+    os.environ.update(environ)
     import torch
     import torch.distributed as dist
 

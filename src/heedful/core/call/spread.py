@@ -23,16 +23,19 @@ class Piece:
 @dataclass(frozen=True)
 class Mask:
     """Which keys of its document a query at position i sees: those from i - left to i + right; None
-    means no bound. Left of it the `first` keys of the document stay visible."""
+    means no bound. Left of it the `first` keys of the document stay visible. unit: calls get keys
+    from a multiple of it on, at a window's left end too, hidden ones among them."""
 
     left: int | None = None
     right: int | None = 0
     first: int = 0
+    unit: int = 1
 
     def keys(self, piece: Piece, length: int) -> tuple[int, int]:
         """[begin, end) of the keys that a piece of a document of this length sees, but for those of
         `leading`."""
         begin = 0 if self.left is None else max(0, piece.begin - self.left)
+        begin -= begin % self.unit
         end = length if self.right is None else min(length, piece.end + self.right)
         return 0 if begin <= self.first else begin, end
 

@@ -63,17 +63,17 @@ def append_slots(
     run([*map(address_of, [tensor for tensor in arguments if tensor is not None])])
 
 
-def slot_writer(*first: Tensor) -> Callable[[Tensor, Tensor], None] | None:
-    """A function of k and v alone that is `append_slots` of such k and v into these caches and
-    slots; compiles when it is made. None on a CPU. first: k, v, k_cache, v_cache, slots; k and v of
-    each call lie as these do."""
+def slot_writer(*first: Tensor) -> Callable[[int, int], None] | None:
+    """A function of the addresses of k and v alone that is `append_slots` of such k and v into
+    these caches and slots; compiles when it is made. None on a CPU. first: k, v, k_cache, v_cache,
+    slots; k and v of each call lie as these do."""
     if device_spec(first[0].device).vendor == "cpu":
         return None
     run = _on_device(*first, None, None)
     caches = [*map(address_of, first[2:])]
 
-    def write(k: Tensor, v: Tensor) -> None:
-        run([k.data_ptr(), v.data_ptr(), *caches])
+    def write(k: int, v: int) -> None:
+        run([k, v, *caches])
 
     return write
 

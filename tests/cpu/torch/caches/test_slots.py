@@ -118,7 +118,7 @@ def test_a_writer_knows_all_but_where_new_tokens_begin():
         write = slot_writer(k + 1, v + 1, *pool, slots)
         assert write is not None and not machine.launches
         append_slots(k, v, *pool, slots)
-        write(k, v)
+        write(k.data_ptr(), v.data_ptr())
         want, got = machine.launches
     assert (got.kernel, got.grid, got.arguments) == (want.kernel, want.grid, want.arguments)
 
