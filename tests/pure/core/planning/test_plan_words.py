@@ -11,7 +11,7 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import explain, plan
 from heedful.core.planning.sizes import Scheduler
 from heedful.core.registry import capability, configs
-from heedful.core.registry.by_hand import forced
+from heedful.core.registry.by_hand import OPTIONS, forced, with_options
 from heedful.core.registry.capability import Toolchain
 from heedful.core.registry.tiles import (
     DecodeConfig,
@@ -464,3 +464,34 @@ def test_types_of_words_list_those_that_plans_have():
     assert {chosen.scheduler for chosen in found} == set(get_args(Scheduler))
     tiles = [chosen.configs["hopper.forward"] for chosen in found]
     assert {getattr(tile, "rescale", None) for tile in tiles} == set(get_args(Rescale))
+
+
+# Least and largest values of options by hand, None where any larger one is taken.
+ENDS: dict[str, tuple[int, int | None]] = {
+    "fetch_ahead": (0, 64),
+    "query_boxes": (0, 2),
+    "ahead": (0, 8),
+    **dict.fromkeys(("in_order", "merge", "thread_order", "query_map"), (0, 1)),
+    **dict.fromkeys(("programs", "merge_values", "merge_stages", "least_tiles"), (1, None)),
+    **dict.fromkeys(("num_stages", "k_stages", "fewest_shares", "key_splits"), (1, None)),
+    "block_m": (8, None),
+    "block_n": (16, None),
+    "num_warps": (1, None),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_option_by_hand_has_values_from_a_least_to_a_largest(name):
+    rows = {row.kernel: row for row in configs.ROWS if name in OPTIONS.get(row.kernel, ())}
+    rows = {k: row for k, row in rows.items() if (k, name) != ("hopper.backward", "block_n")}
+    least, most = ENDS[name]
+    problem = dense(1, 64, 64, 8)
+    assert rows
+    for row in rows.values():
+        for value in (least, 2 * least or 1, most):
+            if value is not None:
+                made = with_options(replace(row, archs=("sm_90",)), {name: value}, problem)
+                assert getattr(made.config, name) == value and made.measured == "chosen by hand"
+        for value in (least - 1, *([] if most is None else [most + 1])):
+            with pytest.raises(ValueError, match=f"^backend: {name} must be .*, got {value}$"):
+                with_options(row, {name: value}, problem)
