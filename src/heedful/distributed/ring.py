@@ -53,7 +53,11 @@ def _steps(
             rows = mine.new_empty((after.count, *mine.shape[1:]))
             runs = [mine[run] for run in after.sent], [rows[run] for run in after.received]
             coming = _exchange(made, after, *runs, mine), rows
+            del rows, runs
             head_start(k.device)
+        else:
+            # All that others get of it is theirs.
+            del mine
         yield index, k, v
 
 
@@ -172,6 +176,8 @@ def backward(
             sums.add(part.keys, found.dk, found.dv)
             if dsink is not None and found.dsink is not None:
                 dsink += found.dsink
+            # The next part's gradients take its memory.
+            del found, given
         for earlier in sent:
             _finish(own, *earlier)
         sent = [_returned(sums, made, step)] if step.rounds else []
