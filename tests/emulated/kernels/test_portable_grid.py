@@ -73,6 +73,11 @@ FORWARDS = {
     "probabilities": replace(FORWARD, seqlen_k=75, return_probs=True, dropout_p=0.2),
     "splits": replace(FORWARD, num_splits=3),
     "splits-causal-sink": replace(FORWARD, num_splits=2, causal=True, sink=True),
+    "ranges-causal": replace(FORWARD, key_ranges=1, causal=True, seqlen_q=139),
+    "ranges-two-of-heads": replace(FORWARD, key_ranges=2, ranges_of="bh", batch=2),
+    "ranges-varlen": replace(FORWARD, key_ranges=2, varlen="qk", ranges_of="", batch=2),
+    "block-mask": replace(FORWARD, block_mask=64, ranges_of="h"),
+    "block-mask-32-causal": replace(FORWARD, block_mask=32, causal=True, seqlen_q=139),
 }
 BACKWARDS = {
     "dense": BACKWARD,
@@ -99,6 +104,9 @@ BACKWARDS = {
     "varlen-causal": replace(BACKWARD, varlen="qk", batch=2, causal=True),
     "varlen-used": replace(BACKWARD, varlen="qk", used="k", batch=2),
     "deterministic": replace(BACKWARD, deterministic=True),
+    "ranges-causal": replace(BACKWARD, key_ranges=1, causal=True, seqlen_q=75),
+    "ranges-two-of-heads": replace(BACKWARD, key_ranges=2, ranges_of="h"),
+    "block-mask": replace(BACKWARD, block_mask=32, ranges_of="h"),
     "no-keys": replace(BACKWARD, seqlen_k=0),
 }
 DECODES = {
