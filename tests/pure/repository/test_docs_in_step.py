@@ -284,11 +284,11 @@ def test_a_familys_page_has_a_diagram_and_invariants(family):
 
 def test_the_readme_says_the_speeds_that_were_measured():
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    table = draw_docs.read(MEASUREMENTS / "hopper-forward" / "070-peers.csv")
+    table = draw_docs.read(MEASUREMENTS / "hopper-forward" / "077-peers-of-november-28.csv")
     for peer, words in (("cuDNN", "cuDNN"), ("FA4", "FlashAttention-4")):
-        ratios = [row[f"{mask} / {peer}"] for row in table.rows for mask in ("full", "causal")]
-        assert len(ratios) == 20
-        assert f"{min(ratios)} to {max(ratios)} times {words}" in text
+        ratios = [float(row[f"{peer} / heedful"]) for row in table.rows]
+        assert len(ratios) == 14
+        assert f"{min(ratios):.2f} to {max(ratios):.2f} times {words}" in text
 
 
 def test_the_readme_says_how_short_calls_of_a_cpu_were_measured():
