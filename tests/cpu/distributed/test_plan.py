@@ -297,6 +297,7 @@ def test_a_forward_over_ranks_that_are_not_there_is_predicted():
 def test_longer_documents_and_fewer_ranks_waste_less(monkeypatch):
     # But for clocks, which fall under long work.
     monkeypatch.setattr(cost, "LONGER", 0.0)
+
     def share(length: int, ranks: int) -> float:
         whole, given = [], (CAUSAL, (32, 8), (128, 128), 2)
         for count in (1, ranks):
