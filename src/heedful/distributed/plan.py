@@ -21,7 +21,7 @@ from heedful.distributed.grids import Grid, grid, split, width_of
 from heedful.distributed.layouts import LAYOUTS, Layout
 from heedful.distributed.peers import SharedRows, peers_of
 from heedful.distributed.rings import Part, Step, ring_steps
-from heedful.distributed.schedules import Schedule, gathered, places_of, rows_of
+from heedful.distributed.schedules import Schedule, crossing, gathered, places_of, rows_of
 from heedful.distributed.traced import number_of
 
 STRATEGIES = ("gather", "heads", "ring", "heads x ring")
@@ -310,6 +310,9 @@ def plan(
     copies = transport != "send" and dist.get_backend(group) == "nccl"
     chosen, why = _strategy(strategy, made, mask, heads, dims, dtype, copies)
     reasons.append(f"strategy {chosen}: {why}")
+    row = sum(dims) * dtype.itemsize * heads[1]
+    received = crossing(made, mask).most_received * row / 2**20
+    reasons.append(f"gather: a rank receives at most {received:.1f} MiB of keys and values")
     peers = None
     if chosen == "gather" and transport != "send":
         rows = gathered(made, mask, dist.get_rank(group))

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -265,7 +266,7 @@ def test_a_plan_of_wrong_arguments_is_refused_by_name(ranks, more, said):
 
 
 def told(rank: int, count: int) -> str:
-    return planned().explain()
+    return planned(head_dim=512).explain()
 
 
 def test_explain_says_why_and_what_each_rank_does(ranks):
@@ -274,6 +275,9 @@ def test_explain_says_why_and_what_each_rank_does(ranks):
     assert "layout documents: short documents stay whole" in first
     assert "strategy gather: heads do not spread evenly over the ranks" in first
     assert "balance " in first and "rank 2: " in first
+    rows = max(int(n) for n in re.findall(r"gather receives (\d+) rows", first))
+    mib = rows * (512 + 512) * 2 / 2**20
+    assert f"a rank receives at most {mib:.1f} MiB of keys and values" in first
 
 
 def predicted(options: str) -> subprocess.CompletedProcess:
