@@ -19,6 +19,10 @@ _INTRODUCTION = """\
 
 Made from `heedful.core.registry.capability` by `make docs`; a test keeps it in step.
 """
+_RANKS = (
+    "Ranks of [context parallelism](context-parallel.md) run the same kernels. It has run on two"
+    " and on four H200s of one host, and on CPUs; never over several hosts, nor on other GPUs."
+)
 
 
 def architectures() -> dict[str, list[str]]:
@@ -96,7 +100,7 @@ def markdown() -> str:
         if arch.endswith(":*")
     ]
     blocks = [_INTRODUCTION, "Levels:", "", *levels, "", "## Where a kernel runs", "", *where, ""]
-    blocks += [*wildcards, "", "## What it takes", "", *what]
+    blocks += [*wildcards, "", _RANKS, "", "## What it takes", "", *what]
     return "\n".join(blocks) + "\n"
 
 
