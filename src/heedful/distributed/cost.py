@@ -28,8 +28,6 @@ LANES = 2
 # SMs that a forward of local keys leaves to kernels with which ranks meet, where it hides the
 # copies. Bytes/s that one of them packs: assumed.
 LEFT, PACK = 2, 40e9
-# Whether local calls of a backward leave as many.
-LEAVES_BACKWARD = False
 DEVICE = by_name("H200")
 SMS = DEVICE.units
 # A collective's own time, in seconds.

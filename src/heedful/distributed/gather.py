@@ -296,8 +296,8 @@ class Step:
                 is_little = cost.packs_little(on.schedule, heads, dims, k.itemsize)
             # The host's time of a captured step costs nothing: ranks meet first, so that calls
             # of two streams end together.
-            waits = shared is None or (is_captured and not backward)
-            left = 0 if waits or (backward and not cost.LEAVES_BACKWARD) else leaves(backend)
+            waits = backward or shared is None or is_captured
+            left = 0 if waits else leaves(backend)
             found = on.kept[facts] = cls(made, on, shared, *told, left, is_little)
         return found
 
@@ -458,7 +458,7 @@ def backward(
             places = [] if keys is None else keys.gradients()
             for index in part.calls:
                 call = on.schedule.calls[index]
-                more = _arguments(options, on, index, part.group, part.left)
+                more = _arguments(options, on, index, part.group)
                 more["dlse"] = None if dlse is None else dlse[heads, call.rows].contiguous()
                 given = [part_of(x, call.rows, heads) for x in (dout, q)]
                 given += [*_keys_of(call, part, k, v), part_of(out, call.rows, heads)]

@@ -306,8 +306,9 @@ def plan_of_rank(rank: int, count: int, **more: Any) -> ContextPlan:
     from heedful.core.call.spread import CAUSAL
     from heedful.distributed.layouts import zigzag
 
-    facts = {"strategy": "gather", "heads": (4, 2)} | more
-    return ContextPlan(None, zigzag([512], count), mask=CAUSAL, reasons=(), **facts)
+    facts = {"strategy": "gather", "heads": (4, 2), "lengths": [512]} | more
+    layout = zigzag(facts.pop("lengths"), count)
+    return ContextPlan(None, layout, mask=CAUSAL, reasons=(), **facts)
 
 
 @pytest.mark.parametrize(
@@ -322,6 +323,11 @@ def plan_of_rank(rank: int, count: int, **more: Any) -> ContextPlan:
             {"numerics": "invariant", "plan": {"strategy": "ring"}},
             "",
             "numerics must be 'fast' under strategy 'ring': it merges parts",
+        ),
+        (
+            {"numerics": "invariant", "plan": {"strategy": "heads", "lengths": [500, 12]}},
+            "",
+            "numerics must be 'fast' under strategy 'heads' with several documents",
         ),
         (
             {"numerics": "invariant", "causal": True, "window_size": (10, 0, 4)},
