@@ -22,6 +22,7 @@ from heedful import masks  # noqa: E402
 from heedful.core.base.device import by_name  # noqa: E402
 from heedful.core.call.problem import AttentionProblem  # noqa: E402
 from heedful.core.planning.plan import plan  # noqa: E402
+from heedful.core.registry.by_hand import named  # noqa: E402
 from heedful.core.registry.capability import JAX_ON_GPUS  # noqa: E402
 from heedful.jax import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: E402
 from heedful.jax.base import device  # noqa: E402
@@ -163,9 +164,11 @@ def test_masks_of_ranges_are_found_by_a_kernel_before_the_forward(monkeypatch):
 
 
 @pytest.mark.slow
-def test_rows_of_documents_are_cut_before_both_directions(monkeypatch):
+def test_rows_of_documents_are_cut_by_hand_before_both_directions(monkeypatch):
+    backend = named("hopper", cuts_rows=1)
+
     def loss(q, k, v, documents):
-        out = flash_attn_func(q, k, v, causal=True, key_ranges=documents)
+        out = flash_attn_func(q, k, v, causal=True, key_ranges=documents, backend=backend)
         return out.astype(jnp.float32).sum()
 
     x, ids = shaped(1, 16384, 16, 64), jax.ShapeDtypeStruct((1, 16384), jnp.int32)

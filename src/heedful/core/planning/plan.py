@@ -347,7 +347,7 @@ def _configs(
         for kernel in kernels
     }
     if problem.documents or problem.scattered:
-        rows = {k: with_options_of_mask(row, problem) for k, row in rows.items()}
+        rows = {k: with_options_of_mask(r, problem, tools.framework) for k, r in rows.items()}
     if by_hand:
         rows = {k: with_options(row, by_hand, problem) for k, row in rows.items()}
     return {k: (row.config.fitted(problem, kernels[k]), row) for k, row in rows.items()}
