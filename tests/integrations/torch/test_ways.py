@@ -14,8 +14,10 @@ from torch import Tensor
 
 import heedful
 from heedful import attention_backward, flash_attn_func
+from heedful.core.call.arguments import UNBOUNDED
 from heedful.integrations.torch import aten as kernels
 from heedful.integrations.torch import registry, restore, sdpa, ways
+from heedful.torch.eager import heads_first
 from heedful.torch.eager.calls import CALLS
 from support.integrations.counts import known
 from support.runs import standin
@@ -232,6 +234,33 @@ def test_known_results_are_our_own_and_lie_in_memory_as_torch_says(call, layout)
     for got in found:
         for one, want, like in zip(got, wanted, lie, strict=True):
             assert torch.equal(one, want) and one.stride() == like.stride()
+
+
+def layer(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+    """As a layer of transformers calls: of heads before rows, to rows before heads."""
+    key, out = heads_first.find(q, k, v, (None, True, UNBOUNDED, 0.0))
+    if out is None:
+        turned = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out = flash_attn_func(*turned, causal=True)
+        heads_first.keep(key, (q, k, v), turned)
+    return (out,)
+
+
+@interpreted
+def test_a_layer_that_came_before_gives_what_a_new_one_gives():
+    torch.manual_seed(0)
+    qkv = [torch.randn(2, n, 32, 16, dtype=HALF).requires_grad_() for n in (2, 1, 1)]
+    dout = torch.randn(2, 32, 2, 16, dtype=HALF)
+    with standin.gpu(interprets=True, tiles=(32, 32)):
+        found = [results(layer, qkv, dout) for _ in range(5)]
+        with torch.no_grad():
+            alone = [layer(*qkv)[0] for _ in range(5)]
+        known_ones = [x for x in CALLS.young.values() if isinstance(x, heads_first._Known)]
+        assert len(known_ones) == 2
+    for got in found:
+        for one, first in zip(got, found[0], strict=True):
+            assert torch.equal(one, first) and one.stride() == first.stride()
+    assert all(torch.equal(one, found[0][0]) for one in alone)
 
 
 @starts_interpreter
