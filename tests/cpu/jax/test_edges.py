@@ -341,3 +341,21 @@ def test_kernels_see_dims_of_1_as_whole_ones_that_repeat(kv_group):
             repeats = given[name].shape[axis] != shape[axis]
             assert (stride == 0) == repeats or given[name].shape[axis] == 1, (name, axis)
             assert not repeats or stride == 0, (name, axis)
+
+
+def test_each_entry_of_a_batch_has_its_own_tree_and_one_is_for_all():
+    rng = np.random.default_rng(0)
+    shapes = [(2, 3, 2, 8), (2, 16, 2, 8), (2, 16, 2, 8), (2, 3, 2, 8), (2, 3, 2, 8)]
+    given: list[Any] = [jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes]
+    lengths = jnp.array([4, 9], jnp.int32)
+    chain = [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    trees = jnp.array([chain, [[1, 0, 0], [0, 1, 0], [1, 0, 1]]], bool)
+
+    def call(tree, which=slice(None)):
+        more: dict[str, Any] = {"cache_seqlens": lengths[which], "tree_mask": tree}
+        return np.asarray(hj.flash_attn_with_kvcache(*(x[which] for x in given), **more)[0])
+
+    for tree in (trees, trees[:1], trees[1:]):
+        alone = [call(tree[-1 if b == 1 else 0][None], slice(b, b + 1)) for b in range(2)]
+        assert np.array_equal(call(tree), np.concatenate(alone))
+    assert not np.array_equal(call(trees), call(trees[:1]))

@@ -102,3 +102,18 @@ def test_constants_are_those_of_the_golden_table(layer):
     if os.environ.get("WRITE_GOLDEN_CONSTANTS"):
         golden.write_text(table(layer))
     assert table(layer) == golden.read_text()
+
+
+def test_bounds_of_variants_are_those_of_the_golden_table():
+    from heedful.core.registry.capability import VARIANTS
+
+    names = ("least", "max_dim", "dim_multiple", "dtypes", "kv_dtypes")
+    lines = [
+        f"{v.backend}, {v.name or 'plain'}, {v.direction}: "
+        + ", ".join(f"{name}={written(getattr(v, name))}" for name in names)
+        for v in VARIANTS
+    ]
+    golden = GOLDEN / "variants.txt"
+    if os.environ.get("WRITE_GOLDEN_CONSTANTS"):
+        golden.write_text("\n".join(lines) + "\n")
+    assert "\n".join(lines) + "\n" == golden.read_text()
