@@ -28,6 +28,7 @@ OF_ONE_CALL = {
     "cpu.workers._Pool": "work on its way to threads",
     "cpu.workers._Queue": "of a call",
     "distributed.calls.Lanes": "streams of a step",
+    "distributed.calls._Asked": "filled while a step is asked for",
     "distributed.exchange.Exchange": "rows on their way",
     "distributed.gather.Keys": "of a step",
     "distributed.peers.SharedPart.keys": "part of what is made",

@@ -9,13 +9,12 @@ from dataclasses import field, replace
 from heedful.core.base.device import DeviceSpec
 from heedful.core.base.frozen import dataclass
 from heedful.core.call.problem import ITEM_BITS, AttentionProblem, Lengths
-from heedful.core.planning import cuts, sizes
+from heedful.core.planning import sizes
 from heedful.core.planning.sizes import Scheduler, Sizes
 from heedful.core.registry import capability, configs
 from heedful.core.registry.by_hand import OPTIONS, Overrides, asked, with_options
 from heedful.core.registry.capability import KernelRow, Toolchain, Variant
 from heedful.core.registry.configs import ConfigRow
-from heedful.core.registry.masks_said import with_options_of_mask
 from heedful.core.registry.mixed import SHORT_KERNELS
 from heedful.core.registry.tiles import (
     HopperBackwardConfig,
@@ -347,6 +346,8 @@ def _configs(
         for kernel in kernels
     }
     if problem.documents or problem.scattered:
+        from heedful.core.registry.masks_said import with_options_of_mask
+
         rows = {k: with_options_of_mask(r, problem, tools.framework) for k, r in rows.items()}
     if by_hand:
         rows = {k: with_options(row, by_hand, problem) for k, row in rows.items()}
@@ -386,6 +387,8 @@ def _dealt_out(row: Variant, tiles, problem: AttentionProblem, device: DeviceSpe
 def explain(plan: Plan, update: str | None = None) -> str:
     """The decision in words, line by line. update: the result of `Plan.appends_ahead` for a call
     that appends to a cache."""
+    from heedful.core.planning import cuts
+
     forward = plan.variant_of("forward")
     lines = [
         f"problem   {plan.problem.key()}",
@@ -433,6 +436,8 @@ def _directions(plan: Plan) -> tuple[str, ...]:
 def shown_configs(plan: Plan) -> dict[str, TileConfig]:
     """The tiles by kernel, without `cuts_rows` where keys or visits of a call are split: then rows
     are not cut."""
+    from heedful.core.planning import cuts
+
     shown = dict(plan.configs)
     for direction in _directions(plan):
         is_cut = cuts.sizes_of(plan, direction) is not None

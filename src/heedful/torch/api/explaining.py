@@ -22,7 +22,6 @@ from heedful.core.call.storage import copies
 from heedful.core.planning import plan
 from heedful.launch.program.programs import as_run
 from heedful.masks.block_mask import block_operands
-from heedful.masks.seen import ARRAYS, seen_tiles
 from heedful.torch.api.attention import flash_attn_func, flash_attn_varlen_func, plain_lengths
 from heedful.torch.api.kvcache import flash_attn_with_kvcache
 from heedful.torch.api.packed import STANDS_FOR, in_own_words, unpacked_arguments
@@ -87,6 +86,8 @@ def explain(function: Callable, *args, values: bool = False, **kwargs) -> str:
 def _words_of_mask(kind: str, arguments: dict[str, Any], chosen: plan.Plan) -> list[str]:
     """How many tiles the queries of a call see. Raises ValueError for a cache, and for tensors
     without values."""
+    from heedful.masks.seen import ARRAYS, seen_tiles
+
     if kind == "kvcache":
         raise ValueError("values must be False for flash_attn_with_kvcache, got True")
     tensors = _bound(kind, arguments)[0]
