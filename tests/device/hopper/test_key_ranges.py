@@ -263,24 +263,23 @@ def is_within_budget(case: Case, kind: str, runner: Prepared) -> None:
         raise AssertionError(f"{kind}, {case}") from error
 
 
-@pytest.mark.parametrize("case", CUT, ids=str)
-def test_forwards_whose_rows_are_cut_are_within_their_budget(case):
+def is_within_budget_where_rows_are_cut(case, kernel):
     for seed, seqlen in enumerate((1000, 357, 128)):
         sized = replace(case, seqlen_q=seqlen, seqlen_k=seqlen, seed=case.seed + seed)
         for kind in CUT_KINDS:
             runner = Prepared("hopper+cuts_rows=1")
             is_within_budget(sized, kind, runner)
-            assert runner.plan.configs["hopper.forward"].cuts_rows
+            assert runner.plan.configs[kernel].cuts_rows
+
+
+@pytest.mark.parametrize("case", CUT, ids=str)
+def test_forwards_whose_rows_are_cut_are_within_their_budget(case):
+    is_within_budget_where_rows_are_cut(case, "hopper.forward")
 
 
 @pytest.mark.parametrize("case", CUT_GRADIENTS, ids=str)
 def test_gradients_whose_rows_are_cut_are_within_their_budget(case):
-    for seed, seqlen in enumerate((1000, 357, 128)):
-        sized = replace(case, seqlen_q=seqlen, seqlen_k=seqlen, seed=case.seed + seed)
-        for kind in CUT_KINDS:
-            runner = Prepared("hopper+cuts_rows=1")
-            is_within_budget(sized, kind, runner)
-            assert runner.plan.configs["hopper.backward"].cuts_rows
+    is_within_budget_where_rows_are_cut(case, "hopper.backward")
 
 
 # Kernels of random problems whose rows are cut, by hand.

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from heedful.core.base.arrays import item_bytes
 from heedful.core.call.problem import AttentionProblem
-from heedful.core.planning.cuts import packed_problem
 from heedful.core.planning.plan import Plan
 from heedful.core.planning.sizes import Sizes
 from heedful.core.registry.tiles import (
@@ -74,10 +73,8 @@ def _cut_forward(
     kernel: str,
 ) -> Program:
     """`forward` of a dense call whose rows are cut into packed sequences, of these sizes."""
-    packed = packed_problem(problem)
-    arrays = hopper_cuts.packed_buffers(packed, buffers, *_OF_TOKENS)
-    sizes = replace(sizes, workspaces=(*sizes.workspaces, *hopper_cuts.scratch(arrays)))
-    arrays, dense = with_scratch(arrays, sizes), with_scratch(buffers, sizes)
+    made = hopper_cuts.cut(problem, sizes, buffers, *_OF_TOKENS)
+    packed, arrays, _, sizes = made
     attention = hopper_groups.forward_call(
         packed,
         config,
@@ -86,11 +83,8 @@ def _cut_forward(
         _maps(packed, config, arrays),
         entry_rows=problem.seqlen_q,
     )
-    calls = (hopper_groups.varlen_call(packed, config, sizes, arrays, {}), attention)
-    scheduled, attention = Program(calls).renamed(hopper_cuts.NAMES).calls
-    cuts = hopper_cuts.cut_calls(problem, dense)
-    hulls = hopper_cuts.hulls_call(problem, packed, sizes, dense)
-    return Program((*cuts, scheduled, hulls, attention), sizes.workspaces)
+    scheduled = hopper_groups.varlen_call(packed, config, sizes, arrays, {})
+    return hopper_cuts.program(problem, made, (scheduled, attention))
 
 
 def _maps(

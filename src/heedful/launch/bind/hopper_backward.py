@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from heedful.core.call.problem import AttentionProblem
-from heedful.core.planning.cuts import packed_problem
 from heedful.core.planning.plan import Plan
 from heedful.core.planning.sizes import LaunchSizes, Sizes, Workspace, ceil_div
 from heedful.core.registry.tiles import (
@@ -80,10 +79,8 @@ def _cut_backward(
     buffers: Buffers,
 ) -> Program:
     """`backward` of a dense call whose rows are cut into packed sequences, of these sizes."""
-    packed = packed_problem(problem)
-    arrays = hopper_cuts.packed_buffers(packed, buffers, *_OF_TOKENS)
-    sizes = replace(sizes, workspaces=(*sizes.workspaces, *hopper_cuts.scratch(arrays)))
-    arrays, dense = with_scratch(arrays, sizes), with_scratch(buffers, sizes)
+    made = hopper_cuts.cut(problem, sizes, buffers, *_OF_TOKENS)
+    packed, arrays, _, sizes = made
     rows = problem.seqlen_q
     calls = (
         _schedule_call(packed, config, sizes, arrays),
@@ -92,10 +89,7 @@ def _cut_backward(
         _backward_call(packed, kernel, config, sizes, arrays),
         _epilogue_call(packed, kernel, config, sizes, arrays, rows),
     )
-    scheduled, *others = Program(calls).renamed(hopper_cuts.NAMES).calls
-    cuts = hopper_cuts.cut_calls(problem, dense)
-    hulls = hopper_cuts.hulls_call(problem, packed, sizes, dense)
-    return Program((*cuts, scheduled, hulls, *others), sizes.workspaces)
+    return hopper_cuts.program(problem, made, calls)
 
 
 def _rows_call(

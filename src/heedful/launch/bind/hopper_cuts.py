@@ -1,6 +1,10 @@
 """Programs of dense calls with key_ranges as those of packed calls, whose sequences are cut where
 rows part: see kernels/hopper/forward/cut_rows.py."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.call.storage import rows_follow
@@ -10,11 +14,11 @@ from heedful.core.planning.sizes import Sizes, Workspace, ceil_div
 from heedful.core.registry.tiles import CUT_BLOCKS, CUT_ROWS, PART_BLOCKS
 from heedful.kernels.args import hopper as args
 from heedful.launch.bind import groups, hopper_groups
-from heedful.launch.bind.groups import Buffers, pointer
-from heedful.launch.spec import KernelCall, KernelRef, Scalar
+from heedful.launch.bind.groups import Buffers, pointer, with_scratch
+from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar
 
 # Scratch that stands for operands of a packed call.
-NAMES = {"cu_seqlens_q": "cut_tokens", "cu_seqlens_k": "cut_tokens", "key_ranges": "cut_ranges"}
+_NAMES = {"cu_seqlens_q": "cut_tokens", "cu_seqlens_k": "cut_tokens", "key_ranges": "cut_ranges"}
 _MODULE = "heedful.kernels.hopper.forward.cut_rows"
 
 
@@ -26,7 +30,34 @@ def cut_sizes(plan: Plan, buffers: Buffers, direction: str, *names: str) -> Size
     return cuts.sizes_of(plan, direction) if follow and not own else None
 
 
-def packed_buffers(problem: AttentionProblem, buffers: Buffers, *names: str) -> Buffers:
+class Cut(NamedTuple):
+    """A call whose rows are cut. problem, arrays: of the packed call; dense: the arrays of the call
+    itself; sizes: of the packed call. Both have scratch."""
+
+    problem: AttentionProblem
+    arrays: Buffers
+    dense: Buffers
+    sizes: Sizes
+
+
+def cut(problem: AttentionProblem, sizes: Sizes, buffers: Buffers, *names: str) -> Cut:
+    """The packed call of a dense one. sizes: of `cut_sizes`; names: as there."""
+    packed = cuts.packed_problem(problem)
+    arrays = _packed_buffers(packed, buffers, *names)
+    sizes = replace(sizes, workspaces=(*sizes.workspaces, *_scratch(arrays)))
+    return Cut(packed, with_scratch(arrays, sizes), with_scratch(buffers, sizes), sizes)
+
+
+def program(problem: AttentionProblem, made: Cut, calls: Sequence[KernelCall]) -> Program:
+    """The launches of the dense call. calls: of the packed call, first the one that schedules."""
+    scheduled, *others = Program(tuple(calls)).renamed(_NAMES).calls
+    hulls = _hulls_call(problem, made)
+    return Program(
+        (*_cut_calls(problem, made.dense), scheduled, hulls, *others), made.sizes.workspaces
+    )
+
+
+def _packed_buffers(problem: AttentionProblem, buffers: Buffers, *names: str) -> Buffers:
     """The arrays of the packed call. problem: the packed one. names: of arrays with rows of tokens;
     others stay."""
     made = dict(buffers)
@@ -42,7 +73,7 @@ def packed_buffers(problem: AttentionProblem, buffers: Buffers, *names: str) -> 
     return made | {"cu_seqlens_q": tokens, "cu_seqlens_k": tokens, "key_ranges": ranges}
 
 
-def scratch(packed: Buffers) -> tuple[Workspace, ...]:
+def _scratch(packed: Buffers) -> tuple[Workspace, ...]:
     """Room for where sequences begin, and for their ranges."""
     tokens = packed["cu_seqlens_q"]
     return (
@@ -52,7 +83,7 @@ def scratch(packed: Buffers) -> tuple[Workspace, ...]:
     )
 
 
-def cut_calls(problem: AttentionProblem, buffers: Buffers) -> tuple[KernelCall, KernelCall]:
+def _cut_calls(problem: AttentionProblem, buffers: Buffers) -> tuple[KernelCall, KernelCall]:
     """The launches that find where rows part. problem, buffers: of the dense call, with scratch."""
     blocks = ceil_div(problem.seqlen_q, CUT_ROWS)
     io = args.CutIO(
@@ -72,16 +103,15 @@ def cut_calls(problem: AttentionProblem, buffers: Buffers) -> tuple[KernelCall, 
     return parts, KernelCall(ref, (problem.batch, 1, 1), parameters, options)
 
 
-def hulls_call(
-    problem: AttentionProblem, packed: AttentionProblem, sizes: Sizes, buffers: Buffers
-) -> KernelCall:
-    """The launch that finds what each 64 rows see. sizes: of the packed call."""
-    entries = sizes.launches["hopper.key_hulls"].numbers["entries"]
+def _hulls_call(problem: AttentionProblem, made: Cut) -> KernelCall:
+    """The launch that finds what each 64 rows see. problem: the dense one."""
+    entries = made.sizes.launches["hopper.key_hulls"].numbers["entries"]
+    buffers = made.dense
     io = args.CutHullIO(
         tokens=pointer(buffers, "cut_tokens"),
         ranges=pointer(buffers, "cut_ranges"),
         key_hulls=pointer(buffers, "key_hulls"),
-        sequences=Scalar(packed.batch),
+        sequences=Scalar(made.problem.batch),
         rows=Scalar(problem.seqlen_q),
     )
     parameters = {"io": io, "mask": groups.mask(problem, buffers)}

@@ -3,6 +3,7 @@ node for each view that turns them; a call that came before needs none, and is o
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, are_deterministic_algorithms_enabled, is_grad_enabled
@@ -73,13 +74,20 @@ def keep(key: tuple, received: Sequence[Tensor], qkv: Sequence[Tensor]) -> None:
     if call is None:
         return
     if call.run_on is not None:
-        run_on = call.run_on
-        run: Any = lambda _, addresses: run_on(addresses)[0]  # noqa: E731
+        run: Any = partial(_launched, call.run_on)
     elif call.wants_grad and call.plain and call.recorded is None:
-        run = lambda qkv, _: _apply(call, None, None, *qkv)  # noqa: E731
+        run = partial(_recorded, call)
     else:
         return
     CALLS.put(key, _Known(Likeness(received), run))
+
+
+def _launched(run_on: Any, _: Sequence[Tensor], addresses: list[int]) -> Tensor:
+    return run_on(addresses)[0]
+
+
+def _recorded(call: Any, qkv: Sequence[Tensor], _: list[int]) -> Tensor:
+    return _apply(call, None, None, *qkv)
 
 
 def _latest(qkv: Sequence[Tensor], options: Options) -> Any:
