@@ -84,7 +84,7 @@ def _cut_forward(
         entry_rows=problem.seqlen_q,
     )
     scheduled = hopper_groups.varlen_call(packed, config, sizes, arrays, {})
-    return hopper_cuts.program(problem, made, (scheduled, attention))
+    return hopper_cuts.cut_program(problem, made, (scheduled, attention))
 
 
 def _maps(

@@ -89,7 +89,7 @@ def _cut_backward(
         _backward_call(packed, kernel, config, sizes, arrays),
         _epilogue_call(packed, kernel, config, sizes, arrays, rows),
     )
-    return hopper_cuts.program(problem, made, calls)
+    return hopper_cuts.cut_program(problem, made, calls)
 
 
 def _rows_call(

@@ -48,7 +48,7 @@ def cut(problem: AttentionProblem, sizes: Sizes, buffers: Buffers, *names: str) 
     return Cut(packed, with_scratch(arrays, sizes), with_scratch(buffers, sizes), sizes)
 
 
-def program(problem: AttentionProblem, made: Cut, calls: Sequence[KernelCall]) -> Program:
+def cut_program(problem: AttentionProblem, made: Cut, calls: Sequence[KernelCall]) -> Program:
     """The launches of the dense call. calls: of the packed call, first the one that schedules."""
     scheduled, *others = Program(tuple(calls)).renamed(_NAMES).calls
     hulls = _hulls_call(problem, made)
