@@ -32,7 +32,7 @@ help: ## this list
 
 set-up: $(READY) ## make .venv with pinned tools and this checkout installed in it
 
-$(VENV)/.ready: pyproject.toml tools/set-up.sh
+$(VENV)/.ready: pyproject.toml tools/set-up.sh tools/install.py
 	tools/set-up.sh $(VENV) $(PYTHON)
 	@touch $@
 

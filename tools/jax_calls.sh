@@ -17,17 +17,16 @@ if [ -z "$python" ]; then say "no Python of 3.12 to 3.14 here: skipped"; exit 0;
 
 if [ ! -e "$venv/.ready" ] || [ pyproject.toml -nt "$venv/.ready" ]; then
   "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$venv"
-  pip=("$venv/bin/python" -m pip --disable-pip-version-check -q)
-  "${pip[@]}" install --upgrade 'pip>=25.1'
+  install=("$venv/bin/python" tools/install.py "$venv")
   pins=$("$venv/bin/python" -c 'import tomllib
 groups = tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]
 wanted = ("pytest==", "hypothesis==", "numpy==", "triton==")
 print(*(p.split(";")[0] for g in ("tools", "torch") for p in groups[g] if p.startswith(wanted)))')
   # shellcheck disable=SC2086
-  "${pip[@]}" install --no-compile --group jax $pins
+  "${install[@]}" --group jax $pins
   jax=$("$venv/bin/python" -c 'import jax; print(jax.__version__)')
   # Without what it depends on, which is CUDA.
-  "${pip[@]}" install --no-compile --no-deps "jax-cuda13-plugin==$jax"
+  "${install[@]}" --no-deps "jax-cuda13-plugin==$jax"
   touch "$venv/.ready"
 fi
 JAX_PLATFORMS=cpu PYTHONPATH=src "$venv/bin/python" -m pytest tests/compile/test_jax_calls.py

@@ -16,8 +16,7 @@ project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 wanted = project["optional-dependencies"]["cuda"]
 print(*re.findall(r"^triton>=([\d.]+)", "\n".join(wanted), re.M))')
   rm -rf "$folder"
-  "$venv/bin/python" -m pip --disable-pip-version-check -q install --no-compile --no-deps \
-    --target "$folder" "triton==$version"
+  "$venv/bin/python" tools/install.py "$venv" --no-deps --target "$folder" "triton==$version"
   touch "$folder/.ready"
 fi
 say "$(PYTHONPATH=$folder "$venv/bin/python" -c 'import triton; print(triton.__version__)')"

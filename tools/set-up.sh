@@ -34,23 +34,9 @@ share=(); [ $found != system ] || share=(--system-site-packages)
 say "$venv with $("$python" --version), GPU: $found"
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 ||
   "$python" -m venv --clear "${share[@]}" "$venv"
-pip=("$venv/bin/python" -m pip --disable-pip-version-check -q)
-"${pip[@]}" install --upgrade 'pip>=25.1'
-say "installing torch and tools; the first time a few hundred MB and some minutes"
+say "installing torch and tools; the first time a few hundred MB and a minute"
 
-# Says what pip does as it does it, a line a package that it fetches, and that it unpacks. It would
-# compile 14,000 modules to bytecode one after the other, 40 s; Python compiles what it imports.
-install() {
-  tools/ticks.sh set-up "${pip[@]}" -v install --no-compile "$@" |
-    { grep --line-buffered -E '^ *(Downloading|Installing collected)|^set-up: [0-9]' || true; } |
-    while read -r verb what; do
-      case $verb in
-        Downloading) say "fetching ${what%% (*}" ;;
-        Installing) say "unpacking what was fetched" ;;
-        *) say "$what" ;;
-      esac
-    done
-}
+install() { tools/ticks.sh set-up "$python" tools/install.py "$venv" "$@"; }
 
 if [ $found = system ]; then
   install --group tools --editable .

@@ -35,9 +35,10 @@ def test_make_test_is_never_silent_for_30_seconds_before_its_tests():
     assert default and int(default[1]) < 30
 
 
-def test_the_set_up_says_what_pip_fetches():
-    """Every installation of packages but pip's own goes through the function that says it."""
+def test_the_set_up_says_that_it_moves():
+    """Every installation of packages is under ticks; uv and pip say what they fetch."""
     text = (ROOT / "tools" / "set-up.sh").read_text()
     body = text.split("install() {")[1]
-    assert body.count('"${pip[@]}"') == 1 and len(re.findall(r"^ +install ", body, re.M)) == 6
-    assert "tools/ticks.sh" in body and "Downloading" in body
+    assert body.count("tools/install.py") == 1 and "tools/ticks.sh" in body.splitlines()[0]
+    assert len(re.findall(r"^ +install ", body, re.M)) == 6
+    assert "quiet" not in text and "-q" not in body
