@@ -6,16 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
+from heedful.core.base.numbers import truth
 from heedful.core.call.numerics import is_invariant, with_numerics
 from heedful.core.call.spread import Mask
 from heedful.core.registry.tiles import PART_KEYS
 from heedful.distributed import gather, heads, ring, traced
 from heedful.distributed.calls import Again, key_of
-from heedful.distributed.plan import ContextPlan, mask_of
+from heedful.distributed.plan import DTYPES, ContextPlan, mask_of
 from heedful.torch.base.dispatch import has_shards
+from heedful.torch.operands.adapt import autocast
+from heedful.torch.operands.checks import check_tensor
 
 _REFUSED = {
     "bias": "its rows and columns lie on several ranks",
@@ -60,7 +64,7 @@ def attention(
         q: (plan.tokens, heads_q, head_dim): float16, bfloat16 or float32. Or (batch, seqlen,
             heads_q, head_dim) where the documents have equal lengths, a row of the batch each. Or a
             DTensor, as k and v then are, sharded along its rows over the plan's ranks: its parts
-            are those of `plan.shard`, in the plan's order.
+            are those of `plan.shard`, in the plan's order. Autocast casts q, k and v.
         k: (plan.tokens, heads_k, head_dim), like q.
         v: (plan.tokens, heads_k, head_dim_v), like q.
         plan: of `heedful.distributed.plan`.
@@ -107,11 +111,13 @@ def attention(
             raise ValueError(f"{name} is not taken under context parallelism: {_REFUSED[name]}")
     if not isinstance(plan, ContextPlan):
         raise TypeError(f"plan must be a ContextPlan, got {type(plan).__name__}")
+    truth("return_lse", return_lse)
     if has_shards((q, k, v)):
         more = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
         named = {"sink": sink, "key_ranges": key_ranges, "dropout_seed": dropout_seed}
         named["backend"] = backend
         return _sharded({"q": q, "k": k, "v": v}, plan, return_lse, more, named)
+    q, k, v = _cast(q, k, v)
     if is_compiling():
         told = (dropout_p, softmax_scale, causal, tuple(window_size), softcap, deterministic)
         seed = dropout_seed if dropout_p else None
@@ -120,7 +126,7 @@ def attention(
         return both if return_lse else both[0]
     batch = q.shape[0] if q.ndim == 4 else None
     if batch is not None:
-        _check_batch(q, plan)
+        _check_batch(q, k, v, plan)
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     mask = mask_of(causal, window_size)
     mask = _check(q, k, v, plan, mask, dropout_p, dropout_seed, alibi_slopes, sink, backend)
@@ -189,7 +195,17 @@ def _sharded(rows, plan: ContextPlan, return_lse: bool, more: tuple, named: dict
     return (out, made(lse, lse.ndim - 1)) if return_lse else out
 
 
-def _check_batch(q: Tensor, plan: ContextPlan) -> None:
+def _cast(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in autocast's dtype where it is on. Raises TypeError for what is no tensor."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    device = q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return q, k, v
+    return autocast((q, k, v), device)
+
+
+def _check_batch(q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan) -> None:
     if len(set(plan.layout.lengths)) > 1 or q.shape[0] != len(plan.layout.lengths):
         raise ValueError(
             f"q must be (plan.tokens, heads_q, head_dim), got {tuple(q.shape)}: a batch of 4 dims"
@@ -199,6 +215,10 @@ def _check_batch(q: Tensor, plan: ContextPlan) -> None:
     held = [sum(len(p) for p in shard if p.document == d) for d in range(q.shape[0])]
     if len(set(held)) > 1:
         raise ValueError(f"q must be packed: this rank holds {held} tokens of the documents")
+    for name, x in (("k", k), ("v", v)):
+        if x.ndim != 4 or x.shape[:2] != q.shape[:2]:
+            wanted = f"({q.shape[0]}, {q.shape[1]}, heads_k, ...), as q"
+            raise ValueError(f"{name} must be {wanted}, got {tuple(x.shape)}")
 
 
 def _check(
@@ -216,15 +236,28 @@ def _check(
             raise ValueError(
                 f"{name} must be {q.dtype} on {q.device}, as q, got {x.dtype} on {x.device}"
             )
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if q.dtype not in DTYPES:
         raise TypeError(f"q must be float16, bfloat16 or float32, got {q.dtype}")
     if dropout_p and type(seed) is not int:
         raise ValueError("dropout_seed must be an int, the same on every rank, where dropout_p > 0")
     for name, x in (("sink", sink), ("alibi_slopes", alibi_slopes)):
-        if x is not None and tuple(x.shape) != (plan.heads[0],):
+        if x is None:
+            continue
+        check_tensor(name, x, q.device)
+        if tuple(x.shape) != (plan.heads[0],):
             raise ValueError(f"{name} must be ({plan.heads[0]},), got {tuple(x.shape)}")
+    _check_derivatives(q, k, v, sink)
     _check_strategy(plan.strategy, mask, bool(dropout_p), alibi_slopes is not None)
     return _with_unit(plan, mask) if is_invariant(backend) else mask
+
+
+def _check_derivatives(*tensors: Tensor | None) -> None:
+    """NotImplementedError where one has a tangent, which results would lack."""
+    if forward_ad._current_level < 0:
+        return
+    for x in tensors:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError("attention over ranks has no forward-mode derivative")
 
 
 def _with_unit(plan: ContextPlan, mask: Mask) -> Mask:
@@ -329,6 +362,10 @@ def differentiated(
     return gather.backward(dout, dlse, (*inputs, *lses), *arguments)
 
 
+# Options that a backward reads the values of.
+_TENSORS = "sink", "alibi_slopes", "key_ranges"
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sink, plan: ContextPlan, mask: Mask, options: Any):
@@ -337,21 +374,24 @@ class _Attention(torch.autograd.Function):
             found = options.forward(q, k, v, True)
         else:
             found = _forward(q, k, v, sink, plan, mask, options)
-        out, lse, saved, ctx.by, ctx.arguments = found
-        ctx.plan = plan
-        ctx.save_for_backward(*saved)
+        out, lse, saved, ctx.by, (*ctx.arguments, options) = found
+        ctx.plan, ctx.options = plan, options | dict.fromkeys(_TENSORS)
+        # Autograd raises if one of them is changed before the backward, which reads them again.
+        ctx.save_for_backward(*saved, *[options.get(name) for name in _TENSORS])
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         dout, dlse = grads
-        plan, saved = ctx.plan, ctx.saved_tensors
+        *saved, sink, slopes, ranges = ctx.saved_tensors
+        plan = ctx.plan
+        options = ctx.options | dict(zip(_TENSORS, (sink, slopes, ranges), strict=True))
         if dout is None:
             # All ranks must run the same collectives, whatever their gradients are.
             shape = plan.tokens, plan.heads[0], saved[2].shape[-1]
             dout = saved[0].new_zeros(shape)
-        found = ctx.by.backward(dout, dlse, saved, *ctx.arguments)
+        found = ctx.by.backward(dout, dlse, tuple(saved), *ctx.arguments, options)
         return *found, None, None, None
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from heedful.core.base.entered import PLANS
-from heedful.core.base.numbers import LONGEST, ints, whole
+from heedful.core.base.numbers import LONGEST, ints, whole, wrong_type
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.spread import Mask, spread_heads
 from heedful.distributed import cost
@@ -23,9 +23,12 @@ from heedful.distributed.peers import SharedRows, peers_of
 from heedful.distributed.rings import Part, Step, ring_steps
 from heedful.distributed.schedules import Schedule, crossing, gathered, places_of, rows_of
 from heedful.distributed.traced import number_of
+from heedful.torch.operands.checks import check_dtype, check_tensor
 
 STRATEGIES = ("gather", "heads", "ring", "heads x ring")
 TRANSPORTS = ("auto", "send", "copy")
+# Dtypes that q, k and v may have.
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,8 @@ class ContextPlan:
         if tokens.shape != (self.total_tokens,):
             wanted = (self.total_tokens,)
             raise ValueError(f"tokens must have shape {wanted}, got {tuple(tokens.shape)}")
+        # Others would wrap ignore_index around, to a token's number.
+        check_dtype("tokens", tokens, "int8", "int16", "int32", "int64")
         labels = torch.roll(tokens, -1)
         starts, lengths = self.layout.starts[1:], self.layout.lengths
         ends = [start - 1 for start, n in zip(starts, lengths, strict=True) if n]
@@ -189,6 +194,7 @@ class ContextPlan:
         whose = (self.layout, self.rank) if grid is None else (grid.shards, grid.column.rank)
         return self._steps(whose[0], mask, whose[1], one_by_one, device)
 
+    @torch.inference_mode(False)  # Gradients need them later.
     def _rows_on(self, device: torch.device, rank: int) -> Tensor:
         return torch.from_numpy(rows_of(self.layout, rank)).to(device)
 
@@ -270,13 +276,14 @@ def plan(
     """
     group = _group(group)
     counts = _lengths(lengths, cu_seqlens)
-    heads = whole("heads_q", heads_q), whole("heads_k", heads_k)
-    dims = whole("head_dim", head_dim), whole("head_dim_v", head_dim_v or head_dim)
-    if min(*heads, *dims) < 1 or heads[0] % heads[1]:
-        raise ValueError(f"heads_k must divide heads_q, got {heads[0]} and {heads[1]}")
+    heads, dims = _sizes(heads_q, heads_k, head_dim, head_dim_v)
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
+    if options is not None and not isinstance(options, Mapping):
+        wrong_type("options", "a mapping or None", options)
     mask = mask_of(causal, window_size)
     for name, told, known in (("layout", layout, LAYOUTS), ("strategy", strategy, STRATEGIES)):
-        if told != "auto" and told not in known:
+        if told not in ("auto", *known):
             raise ValueError(f"{name} must be one of {('auto', *known)}, got {told!r}")
     if transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}")
@@ -292,7 +299,7 @@ def plan(
         "strategy": strategy,
         "transport": transport,
         "heads_ranks": heads_ranks,
-        "options": sorted((options or {}).items()),
+        "options": sorted((options or {}).items(), key=repr),
     }
     agree(group, {name: _digest(fact) for name, fact in facts.items()}, _device(group))
     ranks = dist.get_world_size(group)
@@ -356,10 +363,27 @@ def _group(group: Any) -> dist.ProcessGroup | None:
     raise TypeError(f"group must be a ProcessGroup or DeviceMesh, got {type(group).__name__}")
 
 
+def _sizes(
+    heads_q: Any, heads_k: Any, head_dim: Any, head_dim_v: Any
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Heads of queries and of keys, and both head dims. Raises TypeError or ValueError."""
+    heads = whole("heads_q", heads_q), whole("heads_k", heads_k)
+    if min(heads) < 1 or heads[0] % heads[1]:
+        raise ValueError(f"heads_k must divide heads_q, got {heads[0]} and {heads[1]}")
+    dim_v = head_dim if head_dim_v is None else head_dim_v
+    dims = whole("head_dim", head_dim), whole("head_dim_v", dim_v)
+    for name, dim in zip(("head_dim", "head_dim_v"), dims, strict=True):
+        if dim < 1:
+            raise ValueError(f"{name} must be >= 1, got {dim}")
+    return heads, dims
+
+
 def _lengths(lengths: Any, cu_seqlens: Tensor | None) -> tuple[int, ...]:
     if (lengths is None) == (cu_seqlens is None):
         raise ValueError("plan takes lengths or cu_seqlens, one of them")
     if cu_seqlens is not None:
+        check_tensor("cu_seqlens", cu_seqlens)
+        check_dtype("cu_seqlens", cu_seqlens, "int32", "int64")
         ends = cu_seqlens.tolist()
         if not ends or ends[0] != 0:
             raise ValueError(f"cu_seqlens must begin with 0, got {ends[:1]}")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 from heedful.distributed import ContextPlan, attention, plan
 from support.distributed.context import CASES, computed, packed
@@ -281,19 +282,90 @@ def test_a_rank_without_a_gradient_of_out_takes_part_in_the_backward(groups, str
         assert min(found) > 0
 
 
+def changed_before(rank: int, count: int, strategy: str, name: str) -> str:
+    """What a backward says after an operand was changed in place."""
+    made = plan(lengths=[8, 9], heads_q=4, heads_k=2, head_dim=16, strategy=strategy)
+    q, k, v = (torch.randn(made.tokens, h, 16, requires_grad=True) for h in (4, 2, 2))
+    operands: dict[str, Any] = {
+        "key_ranges": torch.tensor([[0, 9]], dtype=torch.int32).repeat(made.tokens, 1),
+        "sink": torch.zeros(4),
+        "alibi_slopes": torch.ones(4),
+    }
+    out = attention(q, k, v, made, causal=True, **{name: operands[name]})
+    operands[name].add_(1)
+    with pytest.raises(RuntimeError) as caught:
+        out.sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [
+        ("gather", "key_ranges"),
+        ("heads", "sink"),
+        ("ring", "alibi_slopes"),
+        ("heads", "key_ranges"),
+    ],
+)
+def test_an_operand_that_changes_before_the_backward_is_seen(groups, strategy, name):
+    for said in groups(2).run(changed_before, strategy, name):
+        assert "modified by an inplace operation" in said
+
+
+def in_autocast(rank: int, count: int, strategy: str) -> bool:
+    """Whether autocast's results are those of tensors that were cast before, also of mixed ones."""
+    made = plan(lengths=[8, 9], heads_q=4, heads_k=2, head_dim=16, strategy=strategy)
+    leaves = [torch.randn(made.tokens, h, 16, requires_grad=True) for h in (4, 2, 2)]
+    cast = [x.bfloat16() for x in leaves]
+
+    def results(q, k, v) -> list[torch.Tensor]:
+        out = attention(q, k, v, made, causal=True)
+        return [out, *torch.autograd.grad(out.float().square().sum(), leaves, retain_graph=True)]
+
+    want = results(*cast)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [results(*leaves), results(leaves[0], leaves[1], cast[2])]
+    return all(map(torch.equal, found[0] + found[1], want * 2))
+
+
+@pytest.mark.parametrize("strategy", ["gather", "heads", "ring"])
+def test_autocast_casts_as_it_does_for_calls_of_one_process(groups, strategy):
+    assert groups(2).run(in_autocast, strategy) == [True, True]
+
+
+def with_a_tangent(rank: int, count: int, strategy: str) -> str:
+    made = plan(lengths=[8, 9], heads_q=4, heads_k=2, head_dim=16, strategy=strategy)
+    q, k, v = (torch.randn(made.tokens, h, 16) for h in (4, 2, 2))
+    with pytest.raises(NotImplementedError) as caught, forward_ad.dual_level():
+        attention(q, k, forward_ad.make_dual(v, v), made)
+    with forward_ad.dual_level():
+        attention(q, k, v, made)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["gather", "heads"])
+def test_a_tangent_is_refused_and_not_lost(groups, strategy):
+    for said in groups(2).run(with_a_tangent, strategy):
+        assert said == "attention over ranks has no forward-mode derivative"
+
+
 def refused(rank: int, count: int, more: dict[str, Any], change: str) -> str:
     """What attention says, without any transfer: only rank 0 calls it."""
     if rank:
         return ""
     made = plan_of_rank(rank, count, **more.pop("plan", {}))
     q, k, v = torch.randn(made.tokens, 4, 16), *torch.randn(2, made.tokens, 2, 16)
-    given = {"q": q, "k": k, "v": v}
+    given: dict[str, Any] = {"q": q, "k": k, "v": v}
     changes = {
         "": lambda: None,
         "fewer rows of k": lambda: given.update(k=k[1:]),
         "other heads": lambda: given.update(q=q[:, :2]),
         "another dtype": lambda: given.update(v=v.half()),
         "float64": lambda: given.update(q=q.double(), k=k.double(), v=v.double()),
+        "a list": lambda: given.update(q=[1]),
+        "a batch cut otherwise": lambda: given.update(
+            q=q[None].repeat(2, 1, 1, 1), k=k.view(8, -1, 2, 16), v=v[None].repeat(2, 1, 1, 1)
+        ),
     }
     changes[change]()
     with pytest.raises((TypeError, ValueError)) as caught:
@@ -370,6 +442,14 @@ def plan_of_rank(rank: int, count: int, **more: Any) -> ContextPlan:
         ({}, "other heads", r"q must be \(256, 4, head_dim\)"),
         ({}, "another dtype", "v must be torch.float32"),
         ({}, "float64", "q must be float16, bfloat16 or float32"),
+        ({}, "a list", "^q must be a torch.Tensor, got list"),
+        (
+            {"plan": {"lengths": [256, 256]}},
+            "a batch cut otherwise",
+            r"^k must be \(2, 256, heads_k, ...\), as q, got \(8, 32, 2, 16\)",
+        ),
+        ({"sink": [1.0] * 4}, "", "^sink must be a torch.Tensor, got list"),
+        ({"return_lse": "yes"}, "", "^return_lse must be a bool, got str"),
     ],
 )
 def test_what_a_rank_can_see_is_wrong_is_refused_before_anything_is_sent(

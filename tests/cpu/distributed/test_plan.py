@@ -224,7 +224,7 @@ def disagree(rank: int, count: int, name: str, values: list) -> tuple[str, float
         ("heads_q", [2, 4], "heads"),
         ("dtype", [torch.float16, torch.bfloat16], "dtype"),
         ("layout", ["zigzag", "contiguous"], "layout"),
-        ("options", [{"layers": 12}, {"layers": 13}], "options"),
+        ("options", [{"layers": 12, 1: 2}, {"layers": 13, 1: 2}], "options"),
     ],
 )
 def test_each_rank_says_what_differs_and_where(ranks, name, values, said):
@@ -258,6 +258,13 @@ def wrong(rank: int, count: int, more: dict) -> str:
         ({"transport": "copy"}, "transport must be 'send' where ranks are not GPUs"),
         ({"window_size": (4, 0, -2)}, "window_size"),
         ({"group": 3}, "group must be a ProcessGroup"),
+        ({"dtype": "bfloat16"}, "dtype must be one of torch.float16, torch.bfloat16"),
+        ({"dtype": torch.int32}, "dtype must be one of torch.float16, torch.bfloat16"),
+        ({"head_dim_v": 0}, "head_dim_v must be >= 1, got 0"),
+        ({"lengths": None, "cu_seqlens": [0, 4]}, "cu_seqlens must be a torch.Tensor"),
+        ({"lengths": None, "cu_seqlens": torch.tensor([0.0, 4.0])}, "cu_seqlens must be int32"),
+        ({"options": ["layers"]}, "options must be a mapping or None"),
+        ({"layout": ["zigzag"]}, "layout must be one of"),
     ],
 )
 def test_a_plan_of_wrong_arguments_is_refused_by_name(ranks, more, said):
@@ -440,3 +447,27 @@ def test_tensors_of_other_rows_are_refused_by_name(ranks):
         assert shard.startswith("whole must have 305 rows along dim 0") and "got 304" in shard
         assert unshard.startswith("shard must have this rank's ") and "got 304" in unshard
         assert labels == "tokens must have shape (305,), got (304,)"
+
+
+def in_unsigned_bytes(rank: int, count: int) -> str:
+    with pytest.raises(TypeError) as caught:
+        planned().shift_labels(torch.zeros(sum(LENGTHS), dtype=torch.uint8))
+    return str(caught.value)
+
+
+def test_tokens_that_cannot_hold_ignore_index_are_refused(ranks):
+    """As a uint8, -100 would be the label 156."""
+    for said in ranks.run(in_unsigned_bytes):
+        assert said == "tokens must be int8 or int16 or int32 or int64, got uint8"
+
+
+def trained_after_inference(rank: int, count: int) -> bool:
+    made, whole = planned(), torch.randn(sum(LENGTHS), 2, requires_grad=True)
+    with torch.inference_mode():
+        made.shard(whole)
+    (grad,) = torch.autograd.grad(made.shard(whole).sum(), whole)
+    return int(grad.sum()) == 2 * made.tokens
+
+
+def test_rows_that_inference_mode_saw_first_have_gradients(ranks):
+    assert ranks.run(trained_after_inference) == [True, True, True]
