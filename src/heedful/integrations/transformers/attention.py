@@ -271,7 +271,7 @@ class _Latest(local):
     """The position_ids of a thread's latest call, and the documents that they gave."""
 
     positions: Any = None
-    version = -1
+    version: int | None = -1
     lengths: Compact | None = None
 
 
@@ -286,11 +286,14 @@ def _by_positions(lengths: Compact | None, positions: Any, options: dict) -> Com
         return lengths
     if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[0] != 1:
         return lengths
+    # Changes of a tensor of inference mode leave no trace: each layer reads it.
+    version = None if positions.is_inference() else positions._version
     known = _latest.positions
-    if known is None or known() is not positions or _latest.version != positions._version:
+    is_latest = known is not None and known() is positions and _latest.version == version
+    if version is None or not is_latest:
         ids = find_packed_sequence_indices(positions)
         _latest.lengths = None if ids is None else documents(ids, True, -1, positions.device)
-        _latest.positions, _latest.version = ref(positions), positions._version
+        _latest.positions, _latest.version = ref(positions), version
     if _latest.lengths is None:
         return lengths
     left = options["window_size"][0] if lengths is None else lengths.left
