@@ -4,6 +4,8 @@ import importlib
 import sys
 from typing import Any
 
+from heedful.core.base.numbers import LONGEST
+
 
 def namespace(name: str, array: Any) -> Any:
     """torch or jax.numpy, whose array this is. TypeError naming the argument for anything else."""
@@ -34,6 +36,14 @@ def int32(xp: Any, array: Any) -> Any:
     return array.to(xp.int32) if is_torch(xp) else array.astype(xp.int32)
 
 
+def clipped(xp: Any, array: Any, most: int) -> Any:
+    """int32 of ints, each from 0 to `most`. Ints of 64 bits may be far beyond."""
+    wide = array.long() if is_torch(xp) else array
+    if not is_torch(xp) and array.dtype.itemsize < 4:
+        wide = int32(xp, array)
+    return int32(xp, xp.clip(wide, 0, most))
+
+
 def scattered(xp: Any, table: Any, slots: Any, values: Any) -> Any:
     """The table with values in these slots; of several for one slot, any."""
     if is_torch(xp):
@@ -49,9 +59,25 @@ def shape_of(name: str, array: Any, words: str) -> tuple[int, ...]:
     return tuple(array.shape)
 
 
+def check_ints(name: str, array: Any) -> None:
+    """TypeError for an array of floats or of complex numbers."""
+    xp = namespace(name, array)
+    if is_torch(xp):
+        is_real = array.dtype.is_floating_point or array.dtype.is_complex
+    else:
+        is_real = xp.issubdtype(array.dtype, xp.inexact)
+    if is_real:
+        raise TypeError(f"{name} must be ints, got {array.dtype}")
+
+
 def check_count(name: str, value: Any, least: int) -> None:
     """TypeError or ValueError unless an int of at least so many."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < least:
         raise ValueError(f"{name} must be >= {least}, got {value}")
+
+
+def near(value: int) -> int:
+    """An int that int32 holds: positions are int32, and none lies beyond."""
+    return min(value, LONGEST)

@@ -8,7 +8,15 @@ from heedful.core.base import settings
 from heedful.core.base.frozen import dataclass
 from heedful.core.base.numbers import truth
 from heedful.core.call.block_mask import SIDES
-from heedful.masks.arrays import along, check_count, int32, is_torch, namespace, shape_of
+from heedful.masks.arrays import (
+    along,
+    check_count,
+    check_ints,
+    int32,
+    is_torch,
+    namespace,
+    shape_of,
+)
 
 HIDDEN, WHOLE = -2, -1  # in place of the index of a tile's bits
 _ARRAYS = ("rows", "keys", "bits", "overflow")
@@ -133,10 +141,11 @@ class BlockMask:
         """
         scattered = truth("scattered", scattered)
         xp = namespace("tiles", tiles)
-        namespace("counts", counts)
         _check_side(side)
         check_count("seqlen_q", seqlen_q, 0)
         check_count("seqlen_k", seqlen_k, 0)
+        check_ints("tiles", tiles)
+        check_ints("counts", counts)
         *outer, width = shape_of("tiles", tiles, "(batch or 1, heads or 1, tiles of queries, n)")
         rows, columns = (-(-length // side) for length in (seqlen_q, seqlen_k))
         if outer[2] != rows or tuple(counts.shape) != tuple(outer):

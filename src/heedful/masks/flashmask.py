@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from heedful.masks.arrays import int32, is_torch, namespace, positions, shape_of
+from heedful.masks.arrays import (
+    check_ints,
+    clipped,
+    int32,
+    is_torch,
+    namespace,
+    positions,
+    shape_of,
+)
 
 # Rows that are looked at together: their visible keys are the only array of rows x keys.
 _ROWS = 128
@@ -34,9 +42,10 @@ def from_flashmask(startend_row_indices: Any, causal: bool = True) -> Any:
             f"{name} must have {' or '.join(map(str, _SIZES[bool(causal)]))} numbers a key with"
             f" causal={bool(causal)}, got {count}"
         )
+    check_ints(name, startend_row_indices)
     if not seqlen:
         return int32(xp, startend_row_indices[..., :1] + startend_row_indices[..., :1] * 0)
-    indices, parts, most = int32(xp, startend_row_indices), [], 0
+    indices, parts, most = clipped(xp, startend_row_indices, seqlen), [], 0
     for first in range(0, seqlen, _ROWS):
         rows = positions(xp, seqlen, indices)[first : first + _ROWS, None]
         ranges, runs = _ranges(xp, _seen(xp, indices, rows, bool(causal)))

@@ -5,9 +5,12 @@ from typing import Any
 from heedful.core.call.numerics import Documents
 from heedful.masks.arrays import (
     check_count,
+    check_ints,
+    clipped,
     int32,
     is_torch,
     namespace,
+    near,
     positions,
     scattered,
     shape_of,
@@ -34,7 +37,11 @@ def documents(ids: Any = None, *, position_ids: Any = None) -> Documents:
     name, array = ("ids", ids) if position_ids is None else ("position_ids", position_ids)
     xp = namespace(name, array)
     _, seqlen = shape_of(name, array, "(batch, seqlen)")
-    step = 0 if position_ids is None else 1
+    check_ints(name, array)
+    step = 0
+    if position_ids is not None:
+        # The number after the last of few bits would be their first.
+        array, step = int32(xp, array), 1
     batch = array.shape[0]
     first = xp.ones_like(array[:, :1], dtype=bool)
     begins = xp.concatenate([first, array[:, 1:] != array[:, :-1] + step], -1).reshape(-1)
@@ -60,9 +67,10 @@ def prefix(lengths: Any, seqlen: int) -> Any:
     """
     xp = namespace("lengths", lengths)
     shape_of("lengths", lengths, "(batch)")
+    check_ints("lengths", lengths)
     check_count("seqlen", seqlen, 0)
     rows = positions(xp, seqlen, lengths) + 1
-    end = xp.maximum(rows[None], int32(xp, lengths)[:, None])
+    end = xp.maximum(rows[None], clipped(xp, lengths, seqlen)[:, None])
     return xp.stack([xp.zeros_like(end), end], -1)[:, None]
 
 
@@ -80,7 +88,7 @@ def chunks(size: int, seqlen: int, *, like: Any) -> Any:
     xp = namespace("like", like)
     check_count("size", size, 1)
     check_count("seqlen", seqlen, 0)
-    place = positions(xp, seqlen, like)
+    place, size = positions(xp, seqlen, like), near(size)
     return xp.stack([place // size * size, place + 1], -1)[None, None]
 
 
@@ -121,7 +129,7 @@ def local_global(left: int, first: int, seqlen: int, *, like: Any) -> Any:
     for name, value in (("left", left), ("first", first), ("seqlen", seqlen)):
         check_count(name, value, 0)
     end = positions(xp, seqlen, like) + 1
-    begin = end - 1 - left
+    begin = end - 1 - near(left)
     begin = xp.maximum(begin, xp.zeros_like(begin))
-    leading = xp.minimum(end, xp.zeros_like(end) + first)
+    leading = xp.minimum(end, xp.zeros_like(end) + near(first))
     return xp.stack([xp.zeros_like(end), leading, begin, end], -1)[None, None]

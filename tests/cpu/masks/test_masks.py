@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import heedful.torch as heedful
-from heedful import masks
+from heedful import BlockMask, masks
 
 N = 12
 IDS = [[0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 7, 0], [5] * N]
@@ -39,6 +39,7 @@ def runs(rows) -> np.ndarray:
     return new[:, None] == new[None]
 
 
+ONE = torch.ones(1, 1, 1, dtype=torch.int32)
 FRAMEWORKS = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 
@@ -63,6 +64,32 @@ def test_chunks_windows_and_leading_keys(framework):
     assert (shown(masks.chunks(5, N, like=like)) == ((KEY // 5 == ROW // 5) & (KEY <= ROW))).all()
     got = shown(masks.local_global(3, 2, N, like=like))
     assert (got == (((KEY >= ROW - 3) | (KEY < 2)) & (KEY <= ROW))).all()
+
+
+@FRAMEWORKS
+@pytest.mark.parametrize("far", [2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**70])
+def test_a_number_beyond_all_positions_hides_nothing(framework, far):
+    """As in `window_size`. No int32 holds most of these."""
+    like, causal = arrays(framework)([0]), KEY <= ROW
+    assert (shown(masks.chunks(far, N, like=like)) == causal).all()
+    assert (shown(masks.local_global(far, 0, N, like=like)) == causal).all()
+    assert (shown(masks.local_global(0, far, N, like=like)) == causal).all()
+
+
+def test_ints_of_64_bits_beyond_all_positions_hide_nothing():
+    far = torch.tensor([2**32, -(2**32)])
+    want = np.stack([np.ones((N, N), bool), KEY <= ROW])[:, None]
+    assert (shown(masks.prefix(far, N)) == want).all()
+    ends = torch.full((1, 1, N, 1), 2**63 - 1)
+    assert (shown(masks.from_flashmask(ends)) == (KEY <= ROW)).all()
+
+
+@FRAMEWORKS
+def test_documents_of_all_positions_that_few_bits_hold_part(framework):
+    """After 255 an unsigned byte counts from 0 again."""
+    places = np.tile(np.arange(256, dtype=np.uint8), 2)[None]
+    ranges = np.asarray(masks.documents(position_ids=arrays(framework)(places)).ranges)
+    assert (ranges[0, 0] == np.repeat([[0, 256], [256, 512]], 256, 0)).all()
 
 
 @FRAMEWORKS
@@ -112,7 +139,7 @@ def test_flashmasks_of_more_than_two_runs_are_refused_in_a_sentence():
     with pytest.raises(ValueError, match="startend_row_indices must let each row see at most two"):
         masks.from_flashmask(holes)
     with pytest.raises(ValueError, match="startend_row_indices must have 1 or 2 numbers"):
-        masks.from_flashmask(torch.zeros(1, 1, N, 4))
+        masks.from_flashmask(torch.zeros(1, 1, N, 4, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(
@@ -123,9 +150,22 @@ def test_flashmasks_of_more_than_two_runs_are_refused_in_a_sentence():
         (lambda: masks.documents(torch.zeros(4)), "ids", ValueError),
         (lambda: masks.documents(position_ids=torch.zeros(4)), "position_ids", ValueError),
         (lambda: masks.prefix(torch.zeros(1, 1), 4), "lengths", ValueError),
-        (lambda: masks.prefix(torch.zeros(1), WRONG), "seqlen", TypeError),
+        (lambda: masks.prefix(torch.ones(1).int(), WRONG), "seqlen", TypeError),
         (lambda: masks.chunks(0, 4, like=torch.zeros(1)), "size", ValueError),
         (lambda: masks.chunks(2, 4, like=None), "like", TypeError),
+        (lambda: masks.documents(torch.zeros(1, 4)), "ids", TypeError),
+        (lambda: masks.documents(position_ids=torch.zeros(1, 4)), "position_ids", TypeError),
+        (lambda: masks.prefix(torch.zeros(1), 4), "lengths", TypeError),
+        (
+            lambda: masks.from_flashmask(torch.zeros(1, 1, 4, 1)),
+            "startend_row_indices",
+            TypeError,
+        ),
+        (
+            lambda: BlockMask.of_lists(ONE, ONE[..., None] * 1.5, seqlen_q=9, seqlen_k=9),
+            "tiles",
+            TypeError,
+        ),
         (lambda: masks.padding(torch.zeros(1, 4)), "real", TypeError),
         (lambda: masks.local_global(-1, 0, 4, like=torch.zeros(1)), "left", ValueError),
     ],
@@ -136,7 +176,7 @@ def test_a_bad_argument_is_named(call, argument, kind):
 
 
 def test_documents_are_told_in_one_of_two_ways():
-    ids = torch.zeros(1, 4)
+    ids = torch.zeros(1, 4, dtype=torch.int32)
     for given in ({}, {"ids": ids, "position_ids": ids}):
         with pytest.raises(TypeError, match="^ids must be given, or position_ids, and not both"):
             masks.documents(**given)
