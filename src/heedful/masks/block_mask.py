@@ -75,6 +75,7 @@ class BlockMask:
                 is mapped over all of them; or a BlockMask of torch.nn.attention.flex_attention,
                 whose lists are taken, and whose mask_mod is asked about tiles seen in part alone.
             seqlen_q, seqlen_k, batch, heads: with a function: how many there are of each argument.
+                Others have their own.
             side: rows and keys of a tile: 32, 64 or 128. A BlockMask of torch has its own.
             capacity: the most tiles seen in part. Without it the call waits for the device to count
                 them. With it nothing waits, and the call may be traced; equal tiles do not share.
@@ -86,31 +87,28 @@ class BlockMask:
         """
         from heedful.masks import of_masks
 
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": batch, "heads": heads}
         if of_masks.is_of_torch(mask):
-            others = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "capacity": capacity}
-            for name, value in others.items():
-                if value is not None:
-                    raise ValueError(f"{name} must be None with a BlockMask of torch, got {value}")
-            return of_masks.of_torch(mask)
+            _refuse("a BlockMask of torch", sizes | {"capacity": capacity, "like": like})
+            made = of_masks.of_torch(mask)
+            if side not in (128, made.side):
+                raise ValueError(f"side must be {made.side}, that of torch's mask, got {side}")
+            return made
         _check_side(side)
         if capacity is not None:
             check_count("capacity", capacity, 1)
         if callable(mask):
-            for name, value, least in (
-                ("seqlen_q", seqlen_q, 0),
-                ("seqlen_k", seqlen_k, 0),
-                ("batch", batch, 1),
-                ("heads", heads, 1),
-            ):
-                check_count(name, value, least)
-            sizes = batch, heads, seqlen_q, seqlen_k
-            source = of_masks.of_function(namespace("like", like), mask, like)
-            return of_masks.evaluated(namespace("like", like), like, source, sizes, side, capacity)
+            for name, value in sizes.items():
+                check_count(name, value, int(name in _ONE))
+            xp, shape = namespace("like", like), (batch, heads, seqlen_q, seqlen_k)
+            source = of_masks.of_function(xp, mask, like)
+            return of_masks.evaluated(xp, like, source, shape, side, capacity)
         xp = namespace("mask", mask)
-        sizes = shape_of("mask", mask, "(batch or 1, heads or 1, seqlen_q, seqlen_k)")
+        _refuse("an array", sizes | {"like": like})
+        shape = shape_of("mask", mask, "(batch or 1, heads or 1, seqlen_q, seqlen_k)")
         if mask.dtype != (xp.bool if is_torch(xp) else bool):
             raise TypeError(f"mask must be bool, got {mask.dtype}")
-        return of_masks.evaluated(xp, mask, of_masks.of_array(mask), sizes, side, capacity)
+        return of_masks.evaluated(xp, mask, of_masks.of_array(mask), shape, side, capacity)
 
     @staticmethod
     def of_lists(
@@ -264,7 +262,21 @@ def _unflatten(name: str):
     return lambda facts, arrays: from_arrays(arrays, facts)
 
 
+# Sizes of 1 by default.
+_ONE = "batch", "heads"
+
+
+def _refuse(kind: str, others: dict[str, Any]) -> None:
+    """ValueError for an argument that a mask of this kind would ignore."""
+    for name, value in others.items():
+        usual = 1 if name in _ONE else None
+        if value is not None and (usual is None or value != usual):
+            shown = getattr(value, "shape", value)
+            raise ValueError(f"{name} must be {usual} with {kind}, got {shown!r:.60}")
+
+
 def _check_side(side: Any) -> None:
+    check_count("side", side, 1)
     if side not in SIDES:
         raise ValueError(f"side must be {', '.join(map(str, SIDES))}, got {side}")
 

@@ -56,6 +56,13 @@ def test_a_block_mask_of_torch_is_its_function(mask, size):
     assert torch.equal(own.rows, made.rows) and torch.equal(own.keys, made.keys)
 
 
+@pytest.mark.parametrize(("name", "value"), [("side", 32), ("heads", 2), ("seqlen_q", 7)])
+def test_sizes_of_a_block_mask_of_torch_are_its_own(name, value):
+    given = torchs.create_block_mask(MASKS[0].shows, 1, 1, LENGTH, LENGTH, device="cpu")
+    with pytest.raises(ValueError, match=f"^{name} must be .* got {value}"):
+        BlockMask.of(given, **{name: value})
+
+
 def test_the_mask_mod_is_asked_about_tiles_in_part_alone():
     asked = []
 

@@ -1,6 +1,7 @@
 """How many tiles a mask shows, by its values: as the oracle's definition counts them."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,6 +74,17 @@ def test_explain_reads_a_mask_where_it_is_asked_to():
     mask = BlockMask.of_lists(ones, 0 * ones[..., None], seqlen_q=512, seqlen_k=512)
     assert "8 seen whole, 0 in part, 24 left out" in words(block_mask=mask)
     assert "mask " not in heedful.explain(heedful.flash_attn_func, q, k, v, block_mask=mask)
+    with pytest.raises(TypeError, match="^values must be a bool, got str"):
+        heedful.explain(heedful.flash_attn_func, q, k, v, values=str(mask.side))  # pyright: ignore
     cache = torch.zeros(2, 9, 2, 16)
     with pytest.raises(ValueError, match="^values must be False for flash_attn_with_kvcache"):
         heedful.explain(heedful.flash_attn_with_kvcache, cache, cache, cache, values=True)
+
+
+def test_lengths_that_point_outside_are_refused_by_name():
+    """As the call itself refuses them on a CPU."""
+    q, ends = torch.zeros(9, 2, 16), torch.tensor([0, 50, 90])
+    ranges = torch.zeros(9, 2, dtype=torch.int32)
+    call: Any = q, q, q, ends, torch.tensor([0, 4, 9]), 5, 5
+    with pytest.raises(ValueError, match="^cu_seqlens_q must end within q's 9 tokens, got 90"):
+        heedful.explain(heedful.flash_attn_varlen_func, *call, key_ranges=ranges, values=True)

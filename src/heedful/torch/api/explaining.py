@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from heedful.core.base.arrays import ArraySpec
+from heedful.core.base.numbers import truth
 from heedful.core.call.arguments import AttentionCall, CacheUpdate, Options, bind
 from heedful.core.call.describe import FLOATS, describe
 from heedful.core.call.describe_cache import (
@@ -36,7 +37,7 @@ from heedful.torch.operands.checks import (
     lies_in,
 )
 from heedful.torch.operands.plain import plain_options, plain_seed, plain_update
-from heedful.torch.operands.values import is_readable
+from heedful.torch.operands.values import check_values, is_readable
 
 _KINDS = {
     flash_attn_func: "dense",
@@ -62,6 +63,7 @@ def explain(function: Callable, *args, values: bool = False, **kwargs) -> str:
     Raises:
         TypeError, ValueError: as the call itself would.
     """
+    values = truth("values", values)
     if function in STANDS_FOR:
         by_name = _by_name(function, args, kwargs)
         try:
@@ -84,8 +86,8 @@ def explain(function: Callable, *args, values: bool = False, **kwargs) -> str:
 
 
 def _words_of_mask(kind: str, arguments: dict[str, Any], chosen: plan.Plan) -> list[str]:
-    """How many tiles the queries of a call see. Raises ValueError for a cache, and for tensors
-    without values."""
+    """How many tiles the queries of a call see. Raises ValueError for a cache, for tensors without
+    values, and for values that point outside of what there is."""
     from heedful.masks.seen import ARRAYS, seen_tiles
 
     if kind == "kvcache":
@@ -98,6 +100,8 @@ def _words_of_mask(kind: str, arguments: dict[str, Any], chosen: plan.Plan) -> l
             raise ValueError(f"values must be False where {name} has no values to read, got True")
         read[name] = None if tensor is None else tensor.detach().cpu().numpy()
     config, problem = chosen.forward_config, chosen.problem
+    # No page is read.
+    check_values(tensors._replace(block_table=None), problem, kind)
     side = problem.block_mask or 128
     tile = (side, side) if config is None else (config.block_m, config.block_n)
     seen = seen_tiles(problem, Operands(None, None, None, **read), tile)
