@@ -156,6 +156,17 @@ def test_a_wheel_without_a_good_manifest_is_left_out_with_one_warning(site, dama
     assert len(said) == 1
 
 
+@pytest.mark.parametrize("damage", [no_manifest, cut])
+def test_where_warnings_are_errors_one_call_raises_and_others_go_on(site, damage):
+    damage(install(site))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="heedful-kernels-sm90 are not used"):
+            packs.has("one")
+        assert not packs.has("one") and packs.find("one") is packs.find("two") is None
+        assert packs.backends("sm_90") == frozenset()
+
+
 def test_a_wheel_of_another_heedful_is_left_out(site):
     install(site, facts=replace(FACTS, heedful="9.9"))
     with pytest.warns(RuntimeWarning, match=f"of heedful 9.9, this is {heedful.__version__}"):

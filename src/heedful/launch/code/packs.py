@@ -99,10 +99,12 @@ def has(key: str) -> bool:
 def _from_wheel(key: str, ask: Callable[[str], _T]) -> _T:
     """The wheel's answer to a key. A damaged wheel ends there, and its backends with it."""
     before = wheels.current()
-    said = ask(key)
-    if wheels.current() is not before:
-        _reckon()
-    return said
+    try:
+        return ask(key)
+    finally:
+        # Also where its warning is an error.
+        if wheels.current() is not before:
+            _reckon()
 
 
 def find(key: str) -> Artifact | None:

@@ -53,9 +53,14 @@ def current() -> Wheel | None:
     """The installed wheel whose kernels this process may load; None if there is none."""
     global _looked, _current
     if not _looked:
+        faulty: tuple[str, str] | None = None
         with _lock:
             if not _looked:
-                _current, _looked = _look(), True
+                _current, faulty = _look()
+                _looked = True
+        if faulty is not None:
+            # Last: where warnings are errors, this one is told once, too.
+            _warn(*faulty)
     return _current
 
 
@@ -90,8 +95,8 @@ def take(key: str) -> Artifact | None:
         return None
 
 
-def _look() -> Wheel | None:
-    """Warns once if there are wheels and none can be taken."""
+def _look() -> tuple[Wheel | None, tuple[str, str] | None]:
+    """The wheel; or if there are some and none can be taken, the first one's name and why."""
     reasons: dict[str, str] = {}
     for module in NAMES:
         spec = importlib.util.find_spec(module)
@@ -100,13 +105,10 @@ def _look() -> Wheel | None:
             continue
         name = module.replace("_", "-")
         try:
-            return _opened(name, Path(places[0]))
+            return _opened(name, Path(places[0])), None
         except (OSError, ValueError) as error:
             reasons[name] = str(error)
-    for name, reason in reasons.items():
-        _warn(name, reason)
-        break
-    return None
+    return None, next(iter(reasons.items()), None)
 
 
 def _opened(name: str, folder: Path) -> Wheel:
