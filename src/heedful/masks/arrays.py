@@ -21,6 +21,12 @@ def is_torch(xp: Any) -> bool:
     return xp.__name__ == "torch"
 
 
+def is_compiling() -> bool:
+    """Whether torch.compile traces this."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()
+
+
 def positions(xp: Any, count: int, beside: Any) -> Any:
     """int32 0, 1, ..., count - 1, on the device of `beside`."""
     where = {"device": beside.device} if is_torch(xp) else {}
@@ -72,7 +78,9 @@ def check_ints(name: str, array: Any) -> None:
 
 def check_count(name: str, value: Any, least: int) -> None:
     """TypeError or ValueError unless an int of at least so many."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    # First: torch.compile, which counts sizes as ints, knows no attributes of theirs.
+    is_int = type(value) is int
+    if not is_int and (isinstance(value, bool) or not hasattr(value, "__index__")):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < least:
         raise ValueError(f"{name} must be >= {least}, got {value}")

@@ -13,6 +13,7 @@ from heedful.masks.arrays import (
     check_count,
     check_ints,
     int32,
+    is_compiling,
     is_torch,
     namespace,
     shape_of,
@@ -48,7 +49,8 @@ class BlockMask:
     scattered: bool = False
 
     def __post_init__(self):
-        _register()
+        if not is_compiling():
+            _register()
 
     @property
     def side(self) -> int:
@@ -284,7 +286,8 @@ def _check_side(side: Any) -> None:
 def is_checked(array: Any) -> bool:
     """Whether values of this array are looked at: of torch on a CPU, or under the setting."""
     if is_torch(namespace("block_mask", array)):
-        return array.device.type == "cpu" or settings.get("check_pages")
+        is_read = array.device.type == "cpu" or settings.get("check_pages")
+        return is_read and not is_compiling()
     return not isinstance(array, sys.modules["jax"].core.Tracer) and settings.get("check_pages")
 
 

@@ -231,6 +231,23 @@ def test_compiled_code_takes_a_mask_and_its_gradients():
     torch.testing.assert_close(got, want)
 
 
+def of_array(mask, lists):
+    return BlockMask.of(mask, side=SIDE, capacity=20)
+
+
+def of_lists(mask, lists):
+    sizes: dict[str, Any] = {"seqlen_q": mask.shape[2], "seqlen_k": mask.shape[3], "side": SIDE}
+    return BlockMask.of_lists(lists[..., 0] + 1, lists, **sizes)
+
+
+@pytest.mark.parametrize("make", [of_array, of_lists])
+def test_compiled_code_makes_a_mask(make):
+    mask = drawn()
+    lists = torch.zeros(*mask.shape[:2], -(-mask.shape[2] // SIDE), 2, dtype=torch.int32)
+    compiled = torch.compile(make, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(mask, lists).to_dense(), make(mask, lists).to_dense())
+
+
 @pytest.mark.parametrize("dims", [(None, None, None, 0), (0, None, 0, 0), (0, 0, 0, None)])
 def test_vmap_maps_the_mask_alone_or_with_others(dims):
     given = [*dense(), made(drawn(), capacity=20)]

@@ -201,3 +201,19 @@ def test_masks_are_made_where_calls_are_traced():
     made = compiled(torch.tensor(IDS))
     assert type(made) is masks.Documents
     assert torch.equal(made.ranges, masks.documents(torch.tensor(IDS)).ranges)
+
+
+def test_compiled_masks_are_of_any_length():
+    def all_of(lengths: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
+        count = rows.shape[0]
+        return [
+            masks.prefix(lengths, count),
+            masks.chunks(5, count, like=rows),
+            masks.local_global(3, 2, count, like=rows),
+        ]
+
+    compiled = torch.compile(all_of, fullgraph=True, dynamic=True, backend="eager")
+    for count in (N, 3 * N):
+        arguments = torch.tensor([4, 0]), torch.zeros(count)
+        for found, want in zip(compiled(*arguments), all_of(*arguments), strict=True):
+            assert torch.equal(found, want)

@@ -42,7 +42,7 @@ def dataclass(
 
 
 def _init(cls: type, fields: Sequence[dataclasses.Field]) -> Callable[..., None]:
-    names: dict[str, Any] = {"put": object.__setattr__, "missing": MISSING}
+    names: dict[str, Any] = {"object": object, "missing": MISSING}
     parameters, lines = ["self"], []
     for number, one in enumerate(fields):
         value, default = one.name, f"default{number}"
@@ -59,7 +59,8 @@ def _init(cls: type, fields: Sequence[dataclasses.Field]) -> Callable[..., None]
             continue
         if one.init:
             parameters.append(f"{one.name}={default}" if default else one.name)
-        lines.append(f"put(self, {one.name!r}, {value})")
+        # In full: torch.compile does not know the function by another name.
+        lines.append(f"object.__setattr__(self, {one.name!r}, {value})")
     if hasattr(cls, "__post_init__"):
         lines.append("self.__post_init__()")
     init = evaluated.function(", ".join(parameters), lines or ["pass"], names)
