@@ -6,7 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from heedful.core.base.numbers import truth
 from heedful.torch import flash_attn_with_kvcache, merge_attn_states
+from heedful.torch.operands.checks import check_tensor
 
 # Its name until torch 2.12 comes last.
 _NAMES = "all_gather_single", "all_gather_into_tensor"
@@ -62,6 +64,11 @@ def attention_with_kvcache(
         TypeError, ValueError: naming the argument, before anything is sent. Other ranks then wait
         until the group's time-out.
     """
+    for name, x in (("q", q), ("v_cache", v_cache)):
+        check_tensor(name, x)
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have 4 dims, got shape {tuple(x.shape)}")
+    truth("return_lse", return_lse)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if owner is not None and not (type(owner) is int and 0 <= owner < ranks):
         raise ValueError(f"owner must be a rank of the group from 0 to {ranks - 1}, got {owner!r}")

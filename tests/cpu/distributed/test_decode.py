@@ -34,8 +34,9 @@ def refused(rank: int, count: int, more: dict[str, Any]) -> str:
     if rank:
         return ""
     q, cache = torch.zeros(1, 1, HEADS, DIM), torch.zeros(1, 8, HEADS_K, DIM)
-    with pytest.raises(ValueError) as caught:
-        attention_with_kvcache(q, cache, cache.clone(), **more)
+    arguments: dict[str, Any] = {"q": q, "k_cache": cache, "v_cache": cache.clone()} | more
+    with pytest.raises((TypeError, ValueError)) as caught:
+        attention_with_kvcache(**arguments)
     return str(caught.value)
 
 
@@ -45,8 +46,11 @@ def refused(rank: int, count: int, more: dict[str, Any]) -> str:
         ({"owner": 3}, "owner must be a rank of the group from 0 to 2, got 3"),
         ({"owner": 0}, "k and v must be tensors on rank 0, the owner"),
         ({"k": torch.zeros(1, 1, HEADS_K, DIM)}, "owner must be a rank where k and v"),
+        ({"q": [1.0]}, "q must be a torch.Tensor, got list"),
+        ({"v_cache": torch.zeros(9)}, "v_cache must have 4 dims, got shape (9,)"),
+        ({"return_lse": "yes"}, "return_lse must be a bool, got str"),
     ],
 )
-def test_an_owner_is_checked_before_anything_is_sent(ranks, more, said):
+def test_a_wrong_argument_is_refused_before_anything_is_sent(ranks, more, said):
     found, *_ = ranks.run(refused, more)
     assert said in found
