@@ -178,6 +178,8 @@ def test_wrong_changes_change_nothing():
         configure(check_pages=True, backends="cpu")
     with pytest.raises(ValueError, match=r"^cache_limit_mb='much': "):
         configure(check_pages=True, cache_limit_mb="much")
+    with pytest.raises(ValueError, match="no variable holds a null byte"):
+        configure(check_pages=True, backend="cpu\0")
     assert not settings.get("check_pages")
     configure(check_pages=True, workspace_limit_mb=3)
     assert settings.get("check_pages") and settings.get("workspace_limit") == 3 << 20

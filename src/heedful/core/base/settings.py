@@ -268,6 +268,8 @@ def configure(**settings: Any) -> None:
         changes[key] = text = "" if value is None else str(value)
         try:
             setting.parse(text) if text else None
+            if "\0" in text:
+                raise ValueError("no variable holds a null byte")
         except ValueError as error:
             raise ValueError(f"{name}={value!r}: {error}") from None
     for key, text in changes.items():
