@@ -227,8 +227,8 @@ def _by_call(options: dict[str, Any], on: OnDevice) -> dict[str, Any]:
 
 def _firsts(call: Call, device: torch.device) -> Tensor:
     """int32 (rows, 1): where the keys of each row's sequence begin in its document."""
-    counts = torch.tensor([len(piece) for piece in call.pieces])
-    firsts = torch.tensor(call.firsts, dtype=torch.int32)
+    counts = torch.tensor([len(piece) for piece in call.pieces], device="cpu")
+    firsts = torch.tensor(call.firsts, dtype=torch.int32, device="cpu")
     return firsts.repeat_interleave(counts)[:, None].to(device)
 
 

@@ -141,8 +141,9 @@ class ContextPlan:
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
         """int64 (tokens,): each row's position within its document."""
-        spans = [torch.arange(p.begin, p.end) for p in self.layout.shards[self.rank]]
-        return torch.cat([*spans, torch.arange(0)]).to(device)
+        shard = self.layout.shards[self.rank]
+        spans = [torch.arange(p.begin, p.end, device="cpu") for p in shard]
+        return torch.cat([*spans, torch.arange(0, device="cpu")]).to(device)
 
     def shift_labels(self, tokens: Tensor, ignore_index: int = -100) -> Tensor:
         """The label of each of this rank's rows: the next token of its document, whatever rank has

@@ -333,6 +333,28 @@ def test_autocast_casts_as_it_does_for_calls_of_one_process(groups, strategy):
     assert groups(2).run(in_autocast, strategy) == [True, True]
 
 
+def on_another_device(rank: int, count: int) -> bool:
+    """Whether a default device changes nothing, at first use and later."""
+    torch.manual_seed(0)
+    x, tokens = torch.randn(17, 2, 16), torch.arange(17)
+    ranges = torch.tensor([[0, 9]], dtype=torch.int32).repeat(17, 1)
+
+    def results() -> list[torch.Tensor]:
+        made = plan(lengths=[8, 9], heads_q=2, heads_k=2, head_dim=16, strategy="gather")
+        q = made.shard(x)
+        out = attention(q, q, q, made, causal=True, key_ranges=made.shard(ranges))
+        return [out, made.unshard(out), made.positions(), made.shift_labels(tokens)]
+
+    want = results()
+    with torch.device("meta"):
+        found = results()
+    return all(map(torch.equal, found, want))
+
+
+def test_the_default_device_changes_nothing(groups):
+    assert groups(2).run(on_another_device) == [True, True]
+
+
 def with_a_tangent(rank: int, count: int, strategy: str) -> str:
     made = plan(lengths=[8, 9], heads_q=4, heads_k=2, head_dim=16, strategy=strategy)
     q, k, v = (torch.randn(made.tokens, h, 16) for h in (4, 2, 2))
