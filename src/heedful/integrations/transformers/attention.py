@@ -281,7 +281,7 @@ _latest = _Latest()
 def _by_positions(lengths: Compact | None, positions: Any, options: dict) -> Compact | None:
     """The lengths of a call of one row: a document begins where its positions start at 0 again,
     since some models make their masks without position_ids. Waits for the device once a forward,
-    since all layers have the same tensor."""
+    since all layers have the same tensor; in inference mode once a layer."""
     if not (options["causal"] if lengths is None else lengths.causal and lengths.whole):
         return lengths
     if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[0] != 1:
