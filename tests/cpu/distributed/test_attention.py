@@ -333,6 +333,23 @@ def test_autocast_casts_as_it_does_for_calls_of_one_process(groups, strategy):
     assert groups(2).run(in_autocast, strategy) == [True, True]
 
 
+def twice(rank: int, count: int, strategy: str) -> str:
+    """What is said where a sum of a gradient and of something else is differentiated."""
+    made = plan(lengths=[8, 9], heads_q=4, heads_k=2, head_dim=16, strategy=strategy)
+    q, k, v = (torch.randn(made.tokens, h, 16, requires_grad=True) for h in (4, 2, 2))
+    out = attention(q, k, v, made, causal=True)
+    (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError) as caught:
+        (grad.square().sum() + q.sum()).backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["gather", "heads", "ring"])
+def test_a_second_derivative_raises_and_is_not_left_out(groups, strategy):
+    for said in groups(2).run(twice, strategy):
+        assert "differentiate twice" in said
+
+
 def on_another_device(rank: int, count: int) -> bool:
     """Whether a default device changes nothing, at first use and later."""
     torch.manual_seed(0)

@@ -502,7 +502,7 @@ class Attention(Function):
             # once_differentiable raises only if an incoming gradient depends on something; ours
             # raises wherever gradients are differentiated again, which would otherwise give wrong
             # results silently.
-            dout, dlse = (None if g is None else _dependent(g) for g in (dout, dlse))
+            dout, dlse = (None if g is None else dependent(g) for g in (dout, dlse))
             return _backward_once(ctx, dout, dlse)
         saved, backwards = ctx.saved_tensors, ctx.backwards
         gradients = None
@@ -521,7 +521,8 @@ _apply = bare_apply(Attention)
 bare_backward(Attention)
 
 
-def _dependent(cotangent: Tensor) -> Tensor:
+def dependent(cotangent: Tensor) -> Tensor:
+    """A gradient that requires one, so that `once_differentiable` makes results that raise."""
     return cotangent if cotangent.requires_grad else cotangent.detach().requires_grad_()
 
 
