@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from heedful.core.base.numbers import truth
@@ -17,8 +16,7 @@ from heedful.core.registry.tiles import PART_KEYS
 from heedful.distributed import gather, heads, ring, traced
 from heedful.distributed.calls import Again, key_of
 from heedful.distributed.plan import DTYPES, ContextPlan, mask_of
-from heedful.torch.base.dispatch import has_shards
-from heedful.torch.eager.calls import dependent
+from heedful.torch.base.dispatch import has_shards, once
 from heedful.torch.operands.adapt import autocast
 from heedful.torch.operands.checks import check_tensor
 
@@ -382,11 +380,8 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once
     def backward(ctx, *grads):
-        if torch.is_grad_enabled():
-            # As in `calls.Attention`: else gradients would be constants in what follows from them.
-            grads = [g if g is None else dependent(g) for g in grads]
-            return _backward_once(ctx, *grads)
         dout, dlse = grads
         *saved, sink, slopes, ranges = ctx.saved_tensors
         plan = ctx.plan
@@ -397,10 +392,6 @@ class _Attention(torch.autograd.Function):
             dout = saved[0].new_zeros(shape)
         found = ctx.by.backward(dout, dlse, tuple(saved), *ctx.arguments, options)
         return *found, None, None, None
-
-
-# It runs `backward` without recording gradients, and raises where these are differentiated again.
-_backward_once = once_differentiable(_Attention.backward)
 
 
 def _window(mask: Mask) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from heedful.distributed.peers import SharedRows, peers_of
 from heedful.distributed.rings import Part, Step, ring_steps
 from heedful.distributed.schedules import Schedule, crossing, gathered, places_of, rows_of
 from heedful.distributed.traced import number_of
+from heedful.torch.base.dispatch import once
 from heedful.torch.operands.checks import check_dtype, check_tensor
 
 STRATEGIES = ("gather", "heads", "ring", "heads x ring")
@@ -132,11 +133,11 @@ class ContextPlan:
         return _unsharded(shard.detach(), self, dim)
 
     def gather(self, shard: Tensor, dim: int = 0) -> Tensor:
-        """`unshard` with a gradient: that of a row is the sum over all ranks."""
+        """`unshard` with a gradient, once: that of a row is the sum over all ranks."""
         return _Gather.apply(shard, self, dim)
 
     def scatter(self, whole: Tensor, dim: int = 0) -> Tensor:
-        """`shard` with a gradient, which is gathered from all ranks' rows."""
+        """`shard` with a gradient, once, which is gathered from all ranks' rows."""
         return _Scatter.apply(whole, self, dim)
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
@@ -449,6 +450,7 @@ class _Gather(torch.autograd.Function):
         return _unsharded(shard, made, dim)
 
     @staticmethod
+    @once
     def backward(ctx, *grads):
         made, dim = ctx.made, ctx.dim
         grad = grads[0].movedim(dim, 0)
@@ -466,5 +468,6 @@ class _Scatter(torch.autograd.Function):
         return made.shard(whole, dim)
 
     @staticmethod
+    @once
     def backward(ctx, *grads):
         return _unsharded(grads[0], ctx.made, ctx.dim), None, None

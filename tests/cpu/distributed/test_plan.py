@@ -449,6 +449,21 @@ def test_tensors_of_other_rows_are_refused_by_name(ranks):
         assert labels == "tokens must have shape (305,), got (304,)"
 
 
+def twice(rank: int, count: int, name: str) -> str:
+    made = planned()
+    x = torch.randn(made.tokens if name == "gather" else made.total_tokens, 2, requires_grad=True)
+    (grad,) = torch.autograd.grad(getattr(made, name)(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError) as caught:
+        (grad.sum() + x.sum()).backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["gather", "scatter"])
+def test_second_derivatives_across_ranks_raise_and_are_not_left_out(ranks, name):
+    for said in ranks.run(twice, name):
+        assert "differentiate twice" in said
+
+
 def in_unsigned_bytes(rank: int, count: int) -> str:
     with pytest.raises(TypeError) as caught:
         planned().shift_labels(torch.zeros(sum(LENGTHS), dtype=torch.uint8))

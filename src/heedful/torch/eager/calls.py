@@ -31,6 +31,7 @@ from heedful.torch.base.dispatch import (
     bare_apply,
     bare_backward,
     check_all_bare,
+    dependent,
 )
 from heedful.torch.base.forked import on_own_thread
 from heedful.torch.eager import backends
@@ -519,11 +520,6 @@ class Attention(Function):
 
 _apply = bare_apply(Attention)
 bare_backward(Attention)
-
-
-def dependent(cotangent: Tensor) -> Tensor:
-    """A gradient that requires one, so that `once_differentiable` makes results that raise."""
-    return cotangent if cotangent.requires_grad else cotangent.detach().requires_grad_()
 
 
 # It runs the forward again, without recording gradients.
