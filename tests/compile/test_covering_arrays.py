@@ -1,7 +1,8 @@
 """The covering arrays meet what they are said to, and their kernels compile within the limits.
 
-`make test` compiles a few problems that together have every feature value, each for one target of
-its array, but for plain fp8 ones; the slow tier compiles all of them for all targets.
+`make test` takes a few problems that together have every feature value, each for one target of its
+array. Those of Hopper's forward, which take seconds to compile, are lowered as far as their shared
+memory is known, and one is compiled; the slow tier compiles all problems for all targets.
 """
 
 import pytest
@@ -19,6 +20,7 @@ from machine_code.arrays import ARRAYS
 from machine_code.covering import deal, each_value, pairs, possible_pairs
 from machine_code.table import DEVICES
 from support.arrays import variants
+from support.kernels import shared_bytes
 
 # Arrays of attention kernels with a table of tiles of their own: backend, whether of 8-bit queries.
 FAMILIES = {"hopper": ("hopper", False), "fp8": ("hopper", True), "cdna": ("cdna", None)}
@@ -26,24 +28,24 @@ FAMILIES = {"hopper": ("hopper", False), "fp8": ("hopper", True), "cdna": ("cdna
 COMPILED = ("hopper", "fp8", "cdna", "append", "update", "unused")
 # Those that Triton 3.9 alone compiles, and what the oldest one does by default, too.
 NEWEST = ("fp8", "cdna")
-BY_OLDEST = {("hopper", "first"), ("append", "first"), ("update", "last")}
-# Plain fp8 kernels, which tests/compile/hopper/test_fp8.py has.
-HAD = {("fp8", "first")}
+BY_OLDEST = {("hopper", "one"), ("append", "first"), ("update", "last")}
+# Arrays of which one problem with features is compiled by default, and the others are lowered.
+LOWERED = {"hopper": 3, "fp8": None}
 
 
-def _marks(name: str, half: str) -> list:
-    marks = [pytest.mark.slow] if (name, half) in HAD else []
-    if (name, half) in BY_OLDEST:
+def _marks(name: str, part: str) -> list:
+    marks = [pytest.mark.slow] if name in LOWERED and part != "one" else []
+    if (name, part) in BY_OLDEST:
         marks.append(pytest.mark.oldest_triton)
     elif name not in NEWEST:
         marks.append(pytest.mark.every_triton)
     return marks
 
 
-HALVES = [
-    pytest.param(name, half, marks=_marks(name, half))
+PARTS = [
+    pytest.param(name, part, marks=_marks(name, part))
     for name in COMPILED
-    for half in ("first", "last")
+    for part in ("first", "last", *(["one"] if LOWERED.get(name) else []))
 ]
 SLOW = [(name, t) for name in (*COMPILED, "quantised", "combine") for t in ARRAYS[name].targets]
 
@@ -130,19 +132,44 @@ def test_a_few_rows_have_every_value():
     assert each_value(rows) == [rows[0], rows[2], rows[3]]
 
 
-@pytest.mark.parametrize(("name", "half"), HALVES)
-def test_each_feature_value_compiles_for_a_target(name, half):
+def few_rows(name: str) -> list[dict]:
+    """Rows of an array which have every value of it."""
     array = ARRAYS[name]
     few = each_value(array.rows)
     assert set().union(*(row.items() for row in few)) == {
         item for row in array.rows for item in row.items()
     }
-    middle = len(few) // 2
-    halves = {"first": few[:middle], "last": few[middle:]}
-    wanted = list(map(id, halves[half]))
+    return few
+
+
+@pytest.mark.parametrize(("name", "part"), PARTS)
+def test_each_feature_value_compiles_for_a_target(name, part):
+    array, few = ARRAYS[name], few_rows(name)
+    middle, number = len(few) // 2, LOWERED.get(name) or 0
+    parts = {"first": few[:middle], "last": few[middle:], "one": few[number : number + 1]}
+    wanted = list(map(id, parts[part]))
     for target, rows in deal(few, array.targets).items():
         mine = [row for row in rows if id(row) in wanted]
         compile_within_limits(target, variants(array, target, mine))
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_each_feature_value_is_lowered_for_a_target(name):
+    """Its code is generated, its layouts are found, and its shared memory fits."""
+    array = ARRAYS[name]
+    for target, rows in deal(few_rows(name), array.targets).items():
+        limit = by_name(target).shared_bytes
+        taken = {which: shared_bytes(call, target) for which, call in variants(array, target, rows)}
+        assert taken and max(taken.values()) > limit // 2
+        assert not {which: n for which, n in taken.items() if n > limit}
+
+
+@pytest.mark.parametrize(("name", "target"), [("hopper", "sm_90"), ("cdna", "gfx950")])
+def test_shared_memory_of_a_lowered_kernel_is_that_of_the_compiled_one(name, target):
+    array = ARRAYS[name]
+    row = deal(few_rows(name), array.targets)[target][LOWERED.get(name) or 0]
+    for _, call in variants(array, target, [row]):
+        assert shared_bytes(call, target) == compiler.artifact(call, target).shared_bytes
 
 
 @pytest.mark.slow

@@ -208,11 +208,15 @@ def test_both_kernels_of_a_mixed_batch_write_one_result(monkeypatch):
         assert own.operands[place] == "out"
 
 
+def packed(q, k, v, bounds):
+    return flash_attn_varlen_func(q, k, v, bounds, bounds, 96, 96, causal=True)
+
+
+PACKED = (*(shaped(200, heads, 64) for heads in (4, 2, 2)), shaped(4, dtype=jnp.int32))
+
+
 def test_packed_and_cached_calls_build(monkeypatch):
-    bounds = shaped(4, dtype=jnp.int32)
-    packed = [shaped(200, heads, 64) for heads in (4, 2, 2)]
-    fun = lambda q, k, v, b: flash_attn_varlen_func(q, k, v, b, b, 96, 96, causal=True)  # noqa: E731
-    assert len(calls(fun, *packed, bounds, monkeypatch=monkeypatch)) == 2
+    assert len(calls(packed, *PACKED, monkeypatch=monkeypatch)) == 2
     cache = [shaped(7, 16, 2, 64)] * 2
     new = [shaped(2, 1, heads, 64) for heads in (4, 2, 2)]
     table, lengths = shaped(2, 3, dtype=jnp.int32), shaped(2, dtype=jnp.int32)
@@ -342,8 +346,7 @@ def test_a_program_for_a_gpu_is_exported_where_there_is_none():
     pytest.importorskip("flatbuffers")
     names = (triton_call.TARGET, empty.TARGET)
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
-    fun = jax.jit(partial(CAUSAL, window_size=(9, 0), return_lse=True))
-    exported = jax.export.export(fun, platforms=["cuda"], disabled_checks=checks)(*QKV)
+    exported = jax.export.export(jax.jit(CAUSAL), platforms=["cuda"], disabled_checks=checks)(*QKV)
     again = jax.export.deserialize(exported.serialize())
     assert again.platforms == ("cuda",) and again.out_avals == exported.out_avals
     assert triton_call.TARGET in again.mlir_module()
@@ -417,12 +420,10 @@ def test_messages_are_those_of_jaxlibs_encoder_but_for_the_machine_code(monkeypa
 
     monkeypatch.setattr(triton_call, "message", compare)
     lowered(CAUSAL, *QKV)
-    bounds = shaped(4, dtype=jnp.int32)
-    packed = [shaped(200, heads, 64) for heads in (4, 2, 2)]
-    lowered(lambda q, k, v, b: flash_attn_varlen_func(q, k, v, b, b, 96, 96), *packed, bounds)
+    lowered(packed, *PACKED)
     lowered(step, appending(*APPENDED["of groups, with shifts"]))
-    lowered(CAUSAL, *[shaped(2, 256, 4, 128, dtype=jnp.float8_e4m3fn)] * 3)
-    lowered(jax.grad(lambda *a: CAUSAL(*a, window_size=(9, 0)).astype(jnp.float32).sum()), *QKV)
+    lowered(flash_attn_func, *[shaped(2, 256, 4, 128, dtype=jnp.float8_e4m3fn)] * 3)
+    lowered(jax.grad(lambda *a: flash_attn_func(*a).astype(jnp.float32).sum()), *QKV)
     assert len(theirs) >= 8
     for ours, others in theirs:
         one, other = (wire.Call(zlib.compress(data)) for data in (ours, others))

@@ -1,8 +1,9 @@
 """The portable kernels compile for GPUs that are not here, within each target's limits.
 
-`make test` compiles a few problems of their covering array, which have every feature value, for
-sm_90, and each once more for one of three others. The slow tier compiles each problem for one of
-four targets and every feature value for all four, and each for them all and other NVIDIA parts.
+`make test` takes a few problems of their covering array, which have every feature value, each for
+one of four targets. NVIDIA's are compiled. AMD's, which tests/emulated compiles and runs, are
+lowered as far as their shared memory is known. The slow tier compiles each problem for one of four
+targets and every feature value for all four, and each for them all and other NVIDIA parts.
 """
 
 import re
@@ -20,6 +21,7 @@ pytest.importorskip("triton")
 
 import triton
 
+from heedful.core.base import installed
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
@@ -33,8 +35,8 @@ from heedful.launch.spec import KernelCall, Pointer
 from machine_code.arrays import ARRAYS, portable_problem
 from machine_code.covering import deal, each_value
 from support import arrays
+from support.kernels import shared_bytes, spills_over_keys
 from support.problems.grids import in_turns, slow_but
-from support.sass import spills_over_keys
 
 TARGETS = ("sm_90", "gfx942", "sm_80", "gfx950")
 OTHER_TARGETS = ("sm_86", "sm_89", "sm_100", "sm_120")
@@ -119,6 +121,9 @@ def test_every_problem_has_a_target_and_every_feature_value_has_all():
     assert MOST_VARIANTS // 2 < kernels <= MOST_VARIANTS
 
 
+# Of another Triton the whole compiler is to be seen.
+COMPILER = installed.compiler()
+LOWERS = COMPILER is not None and not COMPILER.apart and (compiling().triton or ()) >= (3, 9)
 # The oldest Triton compiles by default for one NVIDIA and one AMD target.
 BY_OLDEST = ("sm_90", "gfx950")
 
@@ -132,7 +137,12 @@ BY_OLDEST = ("sm_90", "gfx950")
     ],
 )
 def test_each_feature_value_compiles_within_the_limits_of(arch):
-    compile_within_limits(arch, variants(arch, deal(each_value(ARRAY.rows), TARGETS)[arch]))
+    named = variants(arch, deal(each_value(ARRAY.rows), TARGETS)[arch])
+    if arch in SPILL_FREE or not LOWERS:
+        return compile_within_limits(arch, named)
+    limit = by_name(arch).shared_bytes
+    taken = {name: shared_bytes(call, arch) for name, call in named}
+    assert taken and not {name: n for name, n in taken.items() if n > limit}
 
 
 @pytest.mark.slow
@@ -152,8 +162,8 @@ def test_every_variant_compiles_within_the_limits_of(arch):
 DIRECTIONS, MASKS = ("forward", "backward"), ("full", "causal")
 
 
-# Gradients of 128 columns are compiled with ranges and with block masks.
-PLAIN = {(64, "forward", "full"), (512, "backward", "full")}
+# Gradients of 128 columns are compiled with block masks, and more of the covering array.
+PLAIN = {(64, "forward", "full")}
 
 
 @pytest.mark.parametrize(
@@ -168,7 +178,7 @@ def test_plain_tiles_of_sm_90_do_not_spill(dim, mask, direction):
 
 
 @pytest.mark.parametrize(
-    "ranges, direction", slow_but({(2, "backward")}, product((1, 2), DIRECTIONS)), ids=str
+    "ranges, direction", slow_but({(2, "forward")}, product((1, 2), DIRECTIONS)), ids=str
 )
 def test_key_ranges_of_sm_90_do_not_spill(ranges, direction):
     row = {name: values[0] for name, values in ARRAY.factors.items()}
@@ -263,7 +273,8 @@ def test_kernels_of_invariant_numerics_fit(kernel, way):
     seqlen_q, facts = INVARIANT[way]
     problem = AttentionProblem.dense(8, seqlen_q, 20000, 32, invariant=True, **facts)
     for call in program(plan(problem, device, compiling(), backend), "forward").calls:
-        assert compile_now(call, arch).shared_bytes <= device.shared_bytes
+        taken = shared_bytes(call, arch) if LOWERS else compile_now(call, arch).shared_bytes
+        assert taken <= device.shared_bytes
 
 
 def test_a_merge_in_place_of_16_bit_parts_keeps_nothing_in_local_memory():

@@ -78,10 +78,9 @@ VARIANTS = [
     *((*which, causal) for which in FULL_AND_CAUSAL for causal in (False, True)),
     *((*which, True) for which in CAUSAL),
 ]
-# Each mask and way of dealing tiles, which take seven seconds to compile. 64 columns have their
-# test below, of a step that needs more registers.
+# Each kernel: they have other tests below. So have calls with a mask, and those in turns.
 DEFAULT = {
-    (128, "split in turns", True),
+    (128, "drawn", False),
     (256, "own", False),
 }
 
@@ -138,17 +137,28 @@ def test_a_pair_of_consumers_has_registers_for_both_gradients_and_dq(causal, pac
         assert_products_are_under_way_together(loop, LEAST_OF_A_TENSOR - 1)
 
 
-@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
-def test_the_slope_of_a_cap_of_scores_has_its_registers(head_dim):
-    assert_step_is_sound(main_call(head_dim=head_dim, causal=True, softcap=30.0))
+CAPPED = {"head_dim": 64, "used_k": True, "causal": True, "softcap": 30.0}
 
 
-RANGED = [(128, 1, False), (64, 1, False), (128, 2, True), (96, 2, False), (256, 2, False)]
+# By default with lengths in use, which have a test below.
+@pytest.mark.parametrize(
+    "facts",
+    slow_but(
+        [CAPPED], [CAPPED, *({"head_dim": d, "causal": True, "softcap": 30.0} for d in (64, 128))]
+    ),
+    ids=str,
+)
+def test_the_slope_of_a_cap_of_scores_has_its_registers(facts):
+    assert_step_is_sound(main_call(**facts))
+
+
+RANGED = [(128, 1, False), (64, 1, True), (128, 2, True), (96, 2, False), (256, 2, False)]
+RANGED.append((64, 1, False))
 
 
 @pytest.mark.parametrize(
     "head_dim, ranges, in_turns",
-    slow_but(RANGED[:1], RANGED),
+    slow_but(RANGED[1:2], RANGED),
 )
 def test_words_of_rows_with_key_ranges_take_no_registers_in_the_loop(head_dim, ranges, in_turns):
     """A thread reloads a few numbers more, no tensor. Bounds of each query in the consumers took 52
@@ -170,7 +180,7 @@ LISTED = [
 
 @pytest.mark.parametrize(
     "head_dim, side, causal",
-    slow_but(LISTED[:1], LISTED),
+    slow_but(LISTED[2:3], LISTED),
 )
 def test_words_of_rows_with_a_block_mask_take_no_registers_in_the_loop(head_dim, side, causal):
     call = main_call(head_dim=head_dim, block_mask=side, causal=causal)
@@ -200,7 +210,7 @@ def assert_products_are_under_way_together(loop: Counter, reloads: int = MOST_RE
     assert loop["STL"] + loop["LDL"] <= reloads
 
 
-@pytest.mark.parametrize("head_dim", [128, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_a_step_with_dropout_passes_no_bits_through_shared_memory(head_dim):
     """Lanes pass on which probabilities are dropped by two shuffles. Through shared memory they
     took a barrier of the warpgroup, and one role of both consumers wrote to the same place. A
@@ -253,6 +263,7 @@ def test_sums_of_dq_leave_as_blocks_of_memory_or_four_numbers_at_a_time():
 
 
 USED = [
+    CAPPED,
     {"head_dim": 128, "used_k": True, "causal": True},
     {"head_dim": 64, "leftpad_k": True, "used_k": True},
     {"head_dim": 256, "used_k": True},
@@ -260,9 +271,7 @@ USED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "facts", [USED[0], *(pytest.param(f, marks=pytest.mark.slow) for f in USED[1:])], ids=str
-)
+@pytest.mark.parametrize("facts", slow_but(USED[:1], USED), ids=str)
 def test_lengths_in_use_cost_nothing_in_the_loop_that_counts(facts):
     """They are the producer's, who loads no key and no query that is not in use, and what gradients
     of other keys are stored as."""

@@ -77,8 +77,8 @@ def test_products_run_beside_each_other_and_nothing_spills_among_them(name):
 
 @pytest.mark.parametrize(
     "facts",
-    slow_but([{"used_k": True}], ({}, {"used_k": True})),
-    ids=("dense", "ends of sequences"),
+    slow_but([{"causal": True}], ({}, {"causal": True}, {"used_k": True})),
+    ids=("dense", "causal", "ends of sequences"),
 )
 def test_boxes_for_a_cluster_are_loaded_by_the_maps_of_keys_and_values(facts):
     """Inline assembly names the kernel's parameters by their numbers."""

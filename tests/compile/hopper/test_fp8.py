@@ -38,8 +38,8 @@ SHORT, LONG = (2, 300, 333, 8, 4), (2, 4096, 4096, 16, 16)
     [
         pytest.param(SHORT, 64, id="transposed-ahead-64", marks=pytest.mark.slow),
         pytest.param(LONG, 128, id="transposed-inside-128", marks=pytest.mark.slow),
-        pytest.param(LONG, 256, id="transposed-ahead-256"),
-        pytest.param(LONG, 64, id="transposed-inside-64", marks=pytest.mark.slow),
+        pytest.param(LONG, 256, id="transposed-ahead-256", marks=pytest.mark.slow),
+        pytest.param(LONG, 64, id="transposed-inside-64"),
         pytest.param(SHORT, 128, id="transposed-ahead-128", marks=pytest.mark.slow),
     ],
 )

@@ -20,6 +20,7 @@ import heedful.torch as ht  # noqa: E402
 from heedful.core.call.quant import QUANT_MAX  # noqa: E402
 from support.problems.budget import check  # noqa: E402
 from support.problems.cases import Case, build  # noqa: E402
+from support.problems.grids import in_turns  # noqa: E402
 from support.runs import jax_api  # noqa: E402
 
 CASES = [
@@ -35,7 +36,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", in_turns(CASES, each=2), ids=str)
 def test_public_calls_agree_with_the_oracle(case):
     built = build(case)
     check(built, jax_api.results(built))

@@ -11,7 +11,7 @@ import heedful.jax as hj  # noqa: E402
 from heedful.reference.convert import as_numpy  # noqa: E402
 from support.problems.budget import Results, check  # noqa: E402
 from support.problems.cases import Case, build, variants  # noqa: E402
-from support.problems.grids import slow_but  # noqa: E402
+from support.problems.grids import in_turns, slow_but  # noqa: E402
 from support.runs import jax_api  # noqa: E402
 from support.runs.jax_backend import as_tensor  # noqa: E402
 
@@ -31,7 +31,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", in_turns(CASES, each=2), ids=str)
 def test_the_gradients_are_the_oracles(case):
     built = build(case)
     x = {name: jax_api.as_jax(t) for name, t in built.x._asdict().items() if t is not None}

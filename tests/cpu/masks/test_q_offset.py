@@ -31,7 +31,7 @@ LENGTHS = {"dense": {}, "used": {"used": "qk"}, "packed": {"varlen": "qk"}}
 
 
 @pytest.mark.parametrize(
-    "kind, offset", in_turns(product(LENGTHS, MASKS), (-5, 0, 30), each=2), ids=str
+    "kind, offset", in_turns(product(LENGTHS, MASKS), (-5, 0, 30), each=4), ids=str
 )
 def test_it_places_the_diagonal(kind, offset):
     lengths, name = kind

@@ -77,7 +77,7 @@ def cdna(arch, schedules=("lockstep",)) -> Emulated:
     return Emulated(arch, "cdna", schedules)
 
 
-@pytest.mark.parametrize("case, arch", in_turns([*CASES, *NARROW], TARGETS, each=2), ids=str)
+@pytest.mark.parametrize("case, arch", in_turns([*CASES, *NARROW], TARGETS, each=4), ids=str)
 def test_forward_is_within_budget_under_every_kind_of_schedule(arch, case):
     run(cdna(arch, SCHEDULES), case)
 

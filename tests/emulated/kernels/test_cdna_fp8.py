@@ -52,7 +52,7 @@ def of_target(case: Case, arch: str) -> Case:
     return replace(case, dtype=DTYPES[arch])
 
 
-@pytest.mark.parametrize("case, arch", in_turns(CASES, list(DTYPES), each=2), ids=str)
+@pytest.mark.parametrize("case, arch", in_turns(CASES, list(DTYPES), each=4), ids=str)
 def test_forward_is_within_budget_under_every_kind_of_schedule(arch, case):
     run(Emulated(arch, "cdna", SCHEDULES), of_target(case, arch))
 

@@ -49,7 +49,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     "case, arch, num_splits",
-    in_turns(CASES, TARGETS, (0, 2), each=3),
+    in_turns(CASES, TARGETS, (0, 2), each=6),
     ids=str,
 )
 def test_decode_is_within_budget(case, arch, num_splits):

@@ -45,6 +45,8 @@ CASES = {
 ELSEWHERE = {"window", "sink and softcap", "ALiBi", "documents, full, bfloat16", "bfloat16"}
 # Others are causal or full, too, and hold documents.
 ELSEWHERE |= {"causal", "full", "documents", "GQA 8/2"}
+# First keys have a test below, and documents a ring.
+ELSEWHERE |= {"causal window and first keys", "documents and a window"}
 SHORT = [
     *(("gather", "zigzag", name) for name in [*CASES][:13] if name not in ELSEWHERE),
     ("gather", "contiguous", "window"),

@@ -20,6 +20,7 @@ from heedful.torch.eager.pages import added_up, gathered, page_numbers
 from heedful.torch.operands.plain import plain_length
 from support.problems.budget import check
 from support.problems.cases import Case, build, variants
+from support.problems.grids import in_turns
 from support.runs.api import compiled, dense, results
 
 # What is passed here is more than the signatures say.
@@ -371,13 +372,16 @@ def test_fake_and_mapped_lengths_are_not_read():
 
 @pytest.mark.parametrize(
     "keywords",
-    [
-        {"window_size": [3, 1]},
-        {"window_size": (3, 1, 2)},
-        {"softcap": 2, "num_splits": 1},
-        {"dropout_p": 0.5, "dropout_seed": 5, "dropout_origin": (1, 2, 3, 5)},
-        {"dropout_p": 0.5, "dropout_seed": torch.tensor(5), "dropout_origin": [1, 2, 3, 5]},
-    ],
+    in_turns(
+        [
+            {"window_size": [3, 1]},
+            {"window_size": (3, 1, 2)},
+            {"softcap": 2, "num_splits": 1},
+            {"dropout_p": 0.5, "dropout_seed": 5, "dropout_origin": (1, 2, 3, 5)},
+            {"dropout_p": 0.5, "dropout_seed": torch.tensor(5), "dropout_origin": [1, 2, 3, 5]},
+        ],
+        each=4,
+    ),
     ids=str,
 )
 def test_compiled_calls_take_what_eager_calls_take(keywords):

@@ -265,11 +265,10 @@ def gpu(monkeypatch) -> Iterator[standin.Gpu]:
 def kept_by(run: Callable[[], Any]) -> list[type]:
     """Of what the collector goes through, all that the library made and that outlives a call."""
     gc.collect()
-    # They stay alive: a new object in the place of one that is gone would have its id.
-    held = gc.get_objects()
-    before = {id(item) for item in held}
+    # Objects that are there are no longer gone through, so that those that are left are new.
+    gc.freeze()
     run()
-    new = [type(item) for item in gc.get_objects() if id(item) not in before]
+    new = [type(item) for item in gc.get_objects()]
     return [kind for kind in new if kind.__module__.startswith(("heedful", "functools"))]
 
 

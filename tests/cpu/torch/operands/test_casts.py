@@ -66,7 +66,7 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name, traced", in_turns(STEPS, (True, False), each=2))
+@pytest.mark.parametrize("name, traced", in_turns(STEPS, (True, False), each=4))
 def test_a_step_over_a_cache_is_that_of_int32_and_float32(name, traced):
     more = STEPS[name] | {"cache_seqlens": torch.tensor([5, 6]), "sink": torch.randn(4).bfloat16()}
     plain = {

@@ -56,7 +56,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("keywords", in_turns(CALLS.values(), each=2), ids=CALLS)
+@pytest.mark.parametrize("keywords", in_turns(CALLS.values(), each=4), ids=CALLS)
 def test_compiled_calls_give_what_eager_calls_give_at_any_length(keywords):
     keywords = keywords | {"backend": "cpu"}
 

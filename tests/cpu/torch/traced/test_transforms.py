@@ -120,13 +120,13 @@ def compiled(function, backend, fullgraph=True) -> Callable[..., Any]:
     return torch.compile(function, backend=backend, fullgraph=fullgraph)
 
 
-# A fifth of all transforms of all calls, the two backends in turns; graphs that break are slow.
+# A tenth of all transforms of all calls, the two backends in turns; graphs that break are slow.
 SQUARE = [f"{transform} {call}" for transform in TRANSFORMS for call in CALLS]
 BROKEN = pytest.param(False, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("fullgraph", [True, BROKEN], ids=["fullgraph", "graphs"])
-@pytest.mark.parametrize("which, backend", in_turns(SQUARE, ("eager", "aot_eager"), each=5))
+@pytest.mark.parametrize("which, backend", in_turns(SQUARE, ("eager", "aot_eager"), each=10))
 def test_a_compiled_transform_gives_what_it_gives_uncompiled(which, backend, fullgraph):
     name, call = which.split()
     (transform, lead), call = TRANSFORMS[name], CALLS[call]
