@@ -55,6 +55,8 @@ def shared_bytes(call: KernelCall, arch: str) -> int:
             stages["llir"](module, metadata)
         except _Reached:
             managers[0].run(module, name)
+    # As after a compilation: no process is to end with words about what Triton holds.
+    triton_compat._let_go_at_exit()
     return module.get_int_attr("ttg.shared")
 
 
