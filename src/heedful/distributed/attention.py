@@ -16,7 +16,8 @@ from heedful.core.registry.tiles import PART_KEYS
 from heedful.distributed import gather, heads, ring, traced
 from heedful.distributed.calls import Again, key_of
 from heedful.distributed.plan import DTYPES, ContextPlan, mask_of
-from heedful.torch.base.dispatch import has_shards, once
+from heedful.torch.base.dispatch import has_shards
+from heedful.torch.base.once import once
 from heedful.torch.operands.adapt import autocast
 from heedful.torch.operands.checks import check_tensor
 

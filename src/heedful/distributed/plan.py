@@ -23,7 +23,7 @@ from heedful.distributed.peers import SharedRows, peers_of
 from heedful.distributed.rings import Part, Step, ring_steps
 from heedful.distributed.schedules import Schedule, crossing, gathered, places_of, rows_of
 from heedful.distributed.traced import number_of
-from heedful.torch.base.dispatch import once
+from heedful.torch.base.once import once
 from heedful.torch.operands.checks import check_dtype, check_tensor
 
 STRATEGIES = ("gather", "heads", "ring", "heads x ring")

@@ -3,7 +3,7 @@ or a subclass must see it. Torch's private names for this are used only here.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import Function, forward_ad
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
@@ -53,24 +52,6 @@ def bare_backward(function: type[Function]) -> None:
     backward_class: Any = getattr(function, "_backward_cls", None)
     if backward_class is not None:
         backward_class.apply = function.backward
-
-
-def dependent(cotangent: Tensor) -> Tensor:
-    """A gradient that requires one, so that `once_differentiable` makes results that raise."""
-    return cotangent if cotangent.requires_grad else cotangent.detach().requires_grad_()
-
-
-def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward of a Function, which raises wherever its gradients are differentiated again:
-    `once_differentiable` raises only if what comes in depends on something."""
-    guarded = once_differentiable(backward)
-
-    def run(ctx, *grads):
-        if torch.is_grad_enabled():
-            return guarded(ctx, *[g if g is None else dependent(g) for g in grads])
-        return backward(ctx, *grads)
-
-    return run
 
 
 def same_metadata(tensors: Sequence[Tensor], moving: Sequence[int] | None = None):

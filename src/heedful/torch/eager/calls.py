@@ -31,7 +31,6 @@ from heedful.torch.base.dispatch import (
     bare_apply,
     bare_backward,
     check_all_bare,
-    dependent,
 )
 from heedful.torch.base.forked import on_own_thread
 from heedful.torch.eager import backends
@@ -500,6 +499,8 @@ class Attention(Function):
     @staticmethod
     def backward(ctx, dout, dlse=None, dprobs=None):
         if is_grad_enabled():
+            from heedful.torch.base.once import dependent
+
             # once_differentiable raises only if an incoming gradient depends on something; ours
             # raises wherever gradients are differentiated again, which would otherwise give wrong
             # results silently.
