@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def dependent(cotangent: Tensor) -> Tensor:
+def _dependent(cotangent: Tensor) -> Tensor:
     """A gradient that requires one, so that `once_differentiable` makes results that raise."""
     return cotangent if cotangent.requires_grad else cotangent.detach().requires_grad_()
 
@@ -20,7 +20,7 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(ctx, *grads):
         if torch.is_grad_enabled():
-            return guarded(ctx, *[g if g is None else dependent(g) for g in grads])
+            return guarded(ctx, *[g if g is None else _dependent(g) for g in grads])
         return backward(ctx, *grads)
 
     return run

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from heedful.core.base import settings
 from heedful.core.call.arguments import ABSENT, NUMBERS, AttentionCall, Options
@@ -499,13 +498,9 @@ class Attention(Function):
     @staticmethod
     def backward(ctx, dout, dlse=None, dprobs=None):
         if is_grad_enabled():
-            from heedful.torch.base.once import dependent
+            from heedful.torch.base.once import once
 
-            # once_differentiable raises only if an incoming gradient depends on something; ours
-            # raises wherever gradients are differentiated again, which would otherwise give wrong
-            # results silently.
-            dout, dlse = (None if g is None else dependent(g) for g in (dout, dlse))
-            return _backward_once(ctx, dout, dlse)
+            return once(Attention.backward)(ctx, dout, dlse)
         saved, backwards = ctx.saved_tensors, ctx.backwards
         gradients = None
         if dlse is None and dout is not None:
@@ -521,7 +516,3 @@ class Attention(Function):
 
 _apply = bare_apply(Attention)
 bare_backward(Attention)
-
-
-# It runs the forward again, without recording gradients.
-_backward_once = once_differentiable(Attention.backward)
