@@ -82,8 +82,7 @@ def attention(
             the whole batch would have.
         return_lse: also return the log-sum-exp of the scores.
         numerics: "invariant" gives out and lse the bits that `flash_attn_varlen_func` gives the
-            whole batch by it; not where parts are merged ("ring", "heads x ring"), nor for several
-            documents under "heads".
+            whole batch by it; not where parts are merged ("ring", "heads x ring").
 
     Returns:
         out, as q with head_dim_v, a DTensor where q is one. With return_lse: (out, lse), where lse
@@ -266,11 +265,6 @@ def _with_unit(plan: ContextPlan, mask: Mask) -> Mask:
     strategy, under = plan.strategy, f"numerics must be 'fast' under strategy {plan.strategy!r}"
     if strategy.endswith("ring"):
         raise ValueError(f"{under}: it merges parts")
-    if strategy == "heads" and sum(map(bool, plan.layout.lengths)) > 1:
-        # On two H200s the bits of four documents differed (2026-11-28), of one never.
-        raise ValueError(
-            f"{under} with several documents, whose bits were not equal: take 'gather'"
-        )
     if mask.first and strategy == "gather":
         raise ValueError(f"{under} with window_size[2]: take 'heads'")
     return mask if mask.left is None else replace(mask, unit=PART_KEYS)

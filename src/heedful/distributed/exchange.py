@@ -81,7 +81,7 @@ class Exchange:
                 )
                 self._works.append(dist.all_to_all(outs, ins, group=group, async_op=True))
         else:
-            flat = [like[:0], *(rows for theirs in sent for rows in theirs)]
+            flat = [_bits(like[:0]), *(_bits(rows) for theirs in sent for rows in theirs)]
             gone, come = ([sum(map(len, theirs)) for theirs in parts] for parts in (sent, into))
             self._transfer = swap(group, torch.cat(flat), gone, come)
 
@@ -90,7 +90,7 @@ class Exchange:
         for work in self._works:
             work.wait()
         if self._transfer is not None:
-            into = [rows for theirs in self._into for rows in theirs]
+            into = [_bits(rows) for theirs in self._into for rows in theirs]
             if into:
                 each = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
                 each(into, self._transfer.wait().split(list(map(len, into))))
@@ -102,6 +102,16 @@ def head_start(device: torch.device) -> None:
     and would wait for that kernel's last work tile."""
     if device.type == "cuda":
         torch.cuda._sleep(HEAD_START)
+
+
+# Integers by their size, in bytes.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(x: Tensor) -> Tensor:
+    """x as integers of its size. A copy of several tensors of 16-bit floats at once goes through
+    float32 on a GPU, where all NaNs become one; rows may hold other bits, as of log-sum-exps."""
+    return x.view(_INTEGERS[x.itemsize])
 
 
 def _bytes(rows: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ sink enters the part with a row's own keys.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -137,16 +138,26 @@ def _in_runs(part: Part, most: int) -> list[Part]:
 
 
 class _Sums:
-    """Gradients of rows of k and v, side by side, in float32."""
+    """Gradients of rows, several side by side, in float32. Memory is taken when the first is added:
+    beside kernels, which have sums of their own, there is less."""
 
-    def __init__(self, like: Tensor, rows: int, dims: tuple[int, int]):
-        shape = rows, like.shape[1], sum(dims)
-        self.rows = torch.zeros(shape, dtype=torch.float32, device=like.device)
-        self.dk, self.dv = self.rows.split(dims, -1)
+    def __init__(self, like: Tensor, rows: int, dims: tuple[int, ...]):
+        self._like, self._shape, self._dims = like, (rows, like.shape[1], sum(dims)), dims
 
-    def add(self, keys: slice, dk: Tensor, dv: Tensor) -> None:
-        self.dk[keys] += dk
-        self.dv[keys] += dv
+    @cached_property
+    def rows(self) -> Tensor:
+        return torch.zeros(self._shape, dtype=torch.float32, device=self._like.device)
+
+    @cached_property
+    def each(self) -> tuple[Tensor, ...]:
+        return self.rows.split(self._dims, -1)
+
+    def add(self, rows: slice, *grads: Tensor) -> None:
+        for place, grad in zip(self.each, grads, strict=True):
+            place[rows] += grad
+
+    def rounded(self) -> tuple[Tensor, ...]:
+        return tuple(place.to(self._like.dtype) for place in self.each)
 
 
 def backward(
@@ -160,30 +171,32 @@ def backward(
     """dq, dk, dv of this rank's rows, and this rank's part of dsink. saved: q, k, v, out, lse."""
     q, k, v, out, lse = saved
     dims, sink = (k.shape[-1], v.shape[-1]), options.get("sink")
-    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     dsink = None if sink is None else torch.zeros_like(sink)
-    own = _Sums(k, len(k), dims)
+    queries, own = _Sums(q, len(q), q.shape[-1:]), _Sums(k, len(k), dims)
     sent: list[tuple[Exchange, Step, list[Tensor]]] = []
     for index, keys, values in _steps(k, v, made, on):
         step = on.steps[index]
         sums = _Sums(k, step.count, dims) if step.rounds else own
-        for part, more in _calls(on, index, options):
+        for part, more in _calls(on, index, options, most=-(-len(q) // 2)):
             rows = part.rows
             more["dlse"] = None if dlse is None else dlse[:, rows]
             given = dout[rows], q[rows], keys[part.keys], values[part.keys]
             found = differentiated((*given, out[rows], lse[:, rows]), more)
-            dq[rows] += found.dq
+            queries.add(rows, found.dq)
             sums.add(part.keys, found.dk, found.dv)
             if dsink is not None and found.dsink is not None:
                 dsink += found.dsink
             # The next part's gradients take its memory.
             del found, given
-        for earlier in sent:
-            _finish(own, *earlier)
-        sent = [_returned(sums, made, step)] if step.rounds else []
-    for earlier in sent:
-        _finish(own, *earlier)
-    return dq.to(q.dtype), own.dk.to(k.dtype), own.dv.to(v.dtype), dsink
+        del keys, values
+        while sent:
+            _finish(own, *sent.pop())
+        if step.rounds:
+            sent.append(_returned(sums, made, step))
+        del sums
+    while sent:
+        _finish(own, *sent.pop())
+    return *queries.rounded(), *own.rounded(), dsink
 
 
 def _returned(sums: _Sums, made: Ranks, step: Step) -> tuple[Exchange, Step, list[Tensor]]:

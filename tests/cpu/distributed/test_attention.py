@@ -436,11 +436,6 @@ def plan_of_rank(rank: int, count: int, **more: Any) -> ContextPlan:
             "numerics must be 'fast' under strategy 'ring': it merges parts",
         ),
         (
-            {"numerics": "invariant", "plan": {"strategy": "heads", "lengths": [500, 12]}},
-            "",
-            "numerics must be 'fast' under strategy 'heads' with several documents",
-        ),
-        (
             {"numerics": "invariant", "causal": True, "window_size": (10, 0, 4)},
             "",
             r"numerics must be 'fast' under strategy 'gather' with window_size\[2\]",

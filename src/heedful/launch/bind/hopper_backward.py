@@ -264,6 +264,7 @@ def _prologue_call(
     of_scores = portable.shared_divisor(buffers, ("q", "k"))
     blocks = portable.tile(problem, _FAR_BLOCK, _FAR_BLOCK, 16)
     params = portable.params(problem, blocks, buffers, has_sink=True)
+    mods = hopper_groups.score_mods(problem, buffers)
     return _rows_call(
         "prologue",
         sizes,
@@ -273,6 +274,8 @@ def _prologue_call(
         far=groups.arrays(args.FarRowsIO, buffers, of_scores),
         params=params._replace(dropout=None),
         sizes=_sizes(problem, buffers, entry_rows),
+        scale_log2=mods.scale_log2,
+        softcap_scale=mods.softcap_scale,
         BLOCK_M=config.block_m,
         D=product_dim(problem.head_dim),
         E=problem.head_dim_v,

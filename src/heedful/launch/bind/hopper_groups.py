@@ -100,7 +100,7 @@ def scores(problem: AttentionProblem, buffers: Buffers) -> dict[str, Any]:
         mask = mask._replace(blocks=mask.blocks._replace(ptr=seen, IS_EXACT=True, **strides))
     if not dropout.IS_ON:
         dropout = dropout._replace(inverse_keep=None)
-    return {"mask": mask, "mods": _score_mods(problem, buffers), "dropout": dropout}
+    return {"mask": mask, "mods": score_mods(problem, buffers), "dropout": dropout}
 
 
 def _gqa(problem: AttentionProblem, config: HopperConfig) -> args.Gqa:
@@ -113,7 +113,8 @@ def _gqa(problem: AttentionProblem, config: HopperConfig) -> args.Gqa:
     )
 
 
-def _score_mods(problem: AttentionProblem, buffers: Buffers) -> args.HopperScoreMods:
+def score_mods(problem: AttentionProblem, buffers: Buffers) -> args.HopperScoreMods:
+    """The score modifiers of a forward or a backward."""
     log2e = math.log2(math.e)
     scale, softcap_scale = problem.scale * log2e, 0.0
     if problem.softcap > 0:

@@ -4,7 +4,6 @@ is cleared, and dQ, dK and dV out of sums that lie in the order of registers.
 They run in a process of their own: see `support.runs.interpreted`.
 """
 
-import math
 import struct
 from dataclasses import replace
 
@@ -41,20 +40,22 @@ def whole(
     sink: bool = False,
     dlse: bool = False,
     keys: list[int] | None = None,
+    scale: float = SCALE,
+    dtype: str = "float16",
 ):
     """A problem, its plan and its backward, whose key tiles are split in so many parts. dlse:
     whether the log-sum-exp has a cotangent. keys: lengths of keys, by default those of queries."""
     keys = lengths if keys is None else keys
     problem = AttentionProblem.dense(
         *(len(lengths), max(lengths), max(keys), HEADS, 2, head_dim),
-        dtype="float16",
+        dtype=dtype,
         needs_grad=True,
         total_q=sum(lengths) if packed else None,
         total_k=sum(keys) if packed else None,
         deterministic=deterministic,
         sink=sink,
     )
-    problem = replace(problem, scale=SCALE)
+    problem = replace(problem, scale=scale)
     chosen = plan(problem, by_name("H200"), backend=forced(f"hopper+splits={splits}"))
     assert chosen.backward == "hopper"
     arrays = buffers.backward(problem)
@@ -62,6 +63,11 @@ def whole(
         arrays["dlse"] = arrays["lse"]
     made = programs.program(chosen, "backward", arrays)
     return problem, chosen.configs[chosen.variant_of("backward").configs[0]], made
+
+
+def rounded(number: float) -> float:
+    """To float32."""
+    return torch.tensor(number, dtype=torch.float32).item()
 
 
 def call_of(made: Program, function: str) -> Program:
@@ -220,50 +226,70 @@ def test_the_producer_votes_by_the_bits_of_what_is_far():
     assert struct.pack(">f", FAR_LOG2.value) == FAR_LOG2_BITS.value.to_bytes(4, "big")
 
 
+FAR = in_turns(
+    [0, 1, 2, 3, 4, 5], LENGTHS, [True, False], [SCALE, 0.3, 2.0**9], ["float16", "bfloat16"]
+)
+
+
 @interpreted
-@pytest.mark.parametrize("sink, given", in_turns([True, False], LENGTHS, each=2))
-def test_rows_far_from_0_get_their_maximum_and_sum(sink, given):
-    """Scores are small integers times 2^10, which float32 holds."""
+@pytest.mark.parametrize("seed, given, sink, scale, dtype", FAR)
+def test_probabilities_of_rows_far_from_0_add_up_to_1(seed, given, sink, scale, dtype):
+    """Raw scores are integers times 2^12, which float32 holds. Consumers multiply them by their own
+    factor to base 2, a float32."""
     lengths, packed = given
-    torch.manual_seed(0)
-    problem, config, made = whole(64, lengths, packed, sink=sink)
+    torch.manual_seed(seed)
+    problem, config, made = whole(64, lengths, packed, sink=sink, scale=scale, dtype=dtype)
     shapes = {w.name: w.buffer for w in made.workspaces}
     arrays = {
         name: torch.full(of.shape, UNTOUCHED, dtype=getattr(torch, of.dtype))
         for name, of in shapes.items()
     }
+    # The interpreter has no product of bfloat16; the scale of probabilities follows dout's dtype.
     arrays["q"] = torch.randint(-2, 3, problem.out_shape).half() * 64
     arrays["q"] *= torch.rand(*problem.out_shape[:-1], 1) < 0.5
     arrays["k"] = torch.randint(-1, 2, problem.out_shape).half()[..., :2, :] * 64
-    arrays["out"] = arrays["dout"] = torch.zeros(problem.out_shape).half()
+    arrays["out"] = arrays["dout"] = torch.zeros(problem.out_shape, dtype=getattr(torch, dtype))
     if sink:
         arrays["sink"] = torch.tensor([0.0, 1024.0, 2.0**20, -torch.inf])
     starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     if packed:
         arrays |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
-    arrays["lse"] = torch.full(problem.lse_shape, -torch.inf)
+    (main,) = call_of(made, "backward").calls
+    base_2 = rounded(main.parameters["params"].mods.scale_log2.value)
     rows = [(arrays[name] if packed else arrays[name].flatten(0, 1)).float() for name in ("q", "k")]
-    want = []
+    want, logits = [], []
     for start, stop in zip(starts, starts[1:], strict=False):
         q, k = (x[start:stop].transpose(0, 1) for x in rows)
-        s = (q @ k.repeat_interleave(HEADS // 2, 0).mT).double() * SCALE
+        raw = q @ k.repeat_interleave(HEADS // 2, 0).mT
+        s, logit = (raw * rounded(scale)).double(), raw.double() * base_2
         if sink:
-            s = torch.cat((s, arrays["sink"].double().view(-1, 1, 1).expand(-1, s.shape[1], 1)), 2)
+            more = arrays["sink"].double().view(-1, 1, 1).expand(-1, s.shape[1], 1)
+            s, logit = torch.cat((s, more), 2), torch.cat((logit, more * rounded(LOG2E.value)), 2)
         top = s.max(2).values if stop > start else s.sum(2)
         want.append((top, (s - top[..., None]).exp().sum(2), s.logsumexp(2)))
+        logits.append(logit)
     top, total, lse = (
         torch.cat(x, 1) if packed else torch.stack(x) for x in zip(*want, strict=True)
     )
     arrays["lse"] = lse.float()
     interpret(call_of(made, "backward_prologue"), arrays)
     far = arrays["dout_scale"] != UNTOUCHED
-    assert (
-        torch.equal(far, lse.abs() >= FAR_LOG2.value / LOG2E.value) and far.any() and not far.all()
-    )
-    # Consumers make 2^(s c - lse_log2), of which the scale makes exp(s - m) / l.
-    log2e = math.log2(math.e)
-    scale = torch.exp2(arrays["lse_log2"].double() - top * log2e) / total
-    torch.testing.assert_close(arrays["dout_scale"].double()[far], scale[far], rtol=2**-20, atol=0)
+    more = 15.0 if dtype == "bfloat16" else 0.0
+    size = (arrays["lse"] * LOG2E.value - more).abs()
+    assert torch.equal(far, size >= FAR_LOG2.value) and far.any() and not far.all()
+    for b, logit in enumerate(logits):
+        at = (slice(None), slice(starts[b], starts[b + 1])) if packed else b
+        # Consumers make 2^(raw c - L), and their cotangents are scaled.
+        less, factor = (arrays[name][at].double() for name in ("lse_log2", "dout_scale"))
+        sums = torch.exp2(logit - less[..., None]).sum(2) * factor
+        of_far = sums[far[at]]
+        wanted = torch.full_like(of_far, 2.0**more)
+        torch.testing.assert_close(of_far, wanted, rtol=2**-20, atol=0)
+    if dtype == "float16":
+        # Cotangents keep their digits: a factor undoes the rounding of L, and no more.
+        less = arrays["lse_log2"][far].abs()
+        spacing = less.nextafter(torch.tensor(torch.inf)) - less
+        assert (arrays["dout_scale"][far].log2().abs() <= spacing + 2**-10).all()
     if sink:
         assert torch.equal(arrays["reference"].double(), torch.where(far, top, lse.float()))
         factor = torch.where(far, 1 / total, 1.0)

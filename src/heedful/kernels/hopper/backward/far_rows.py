@@ -1,15 +1,19 @@
 """Rows far from 0 in the backward: rows whose log-sum-exp one float32 does not hold well.
 
 Consumers compute probabilities as 2^(s c - L), with raw scores s, by one fused multiply-add. L is
-the log-sum-exp in base 2, and c converts scores to base 2. So the only error is the rounding of L,
-one factor for each row. The prologue recomputes the maximum m and the sum l of far rows
-(common/statistics.py), and stores this factor, f = 2^(L - m c) / l. The producer multiplies the
-cotangents and the delta of far rows by it, in shared memory. This is enough to correct dV, dP and
-dS, and consumers need not know of it.
+the log-sum-exp in base 2, and c, a float32, converts scores to base 2. So the only error is one
+factor for each row: the rounding of L, and that of c times the row's maximum. The prologue
+recomputes the logits s c of far rows with the same c, their maximum t and the sum l of 2^(s c - t),
+and stores this factor, f = 2^(L - t) / l. The producer multiplies the cotangents and the delta of
+far rows by it, in shared memory. This is enough to correct dV, dP and dS, and consumers need not
+know of it.
 
-Probabilities wait as float16 (p_scale.py), whose range 2^(s c - L) must not leave. So from 2^20 on,
-L is m c instead, without the scale of probabilities, which goes into f. Scores of 2^27 then keep
-probabilities between 2^-8 and 2^8. Larger scores become less and less exact.
+Probabilities wait as float16 (p_scale.py), whose range 2^(s c - L) must not leave, and cotangents
+of float16 lose digits to a small factor. So from 2^20 on, L is t + log2(l), rounded, for float16,
+whose probabilities have no scale, and t for bfloat16, where the scale goes into f. Scores of 2^26
+have steps of 16 in base 2: a float16 row's probabilities or cotangents are up to 2^8 times too
+small there, and gradients with cotangents near 2^-11 lose up to 3 % of the largest. Larger scores
+become less and less exact.
 
 M query rows.
 """
@@ -19,7 +23,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.common.constants import LOG2E, LOG2E_REST
+from heedful.kernels.common.constants import LOG2E
 from heedful.kernels.hopper.sm90.compat import inline_asm
 from heedful.kernels.hopper.sm90.pipeline import box_rows
 
@@ -27,7 +31,7 @@ from heedful.kernels.hopper.sm90.pipeline import box_rows
 FAR_LOG2 = tl.constexpr(1496.0)
 # The same bound as the bits of a float32.
 FAR_LOG2_BITS = tl.constexpr(0x44BB0000)
-# From this magnitude on, the maximum replaces the log-sum-exp.
+# From this magnitude on, L is not the log-sum-exp that the forward stored.
 FARTHER_LOG2 = tl.constexpr(1048576.0)
 
 
@@ -47,13 +51,14 @@ def is_far(lse_log2_M):
 
 
 @triton.jit
-def far_rows(lse_log2_M, m_M, l_M, P_SCALE_LOG2: tl.constexpr):
-    """(lse_log2, scale of cotangents) of far rows. m_M, l_M: maximum and sum, in natural units."""
-    is_farther_M = tl.abs(lse_log2_M) >= FARTHER_LOG2
-    less_M = tl.where(is_farther_M, m_M * LOG2E, lse_log2_M)
-    # m c is subtracted in two parts: its rounding to float32 is part of the fused multiply-add.
-    above_M = tl.fma(m_M, -LOG2E_REST, tl.fma(m_M, -LOG2E, less_M))
-    return less_M, tl.exp2(above_M + P_SCALE_LOG2) / l_M
+def far_rows(lse_log2_M, top_M, sum_M, P_SCALE_LOG2: tl.constexpr):
+    """(lse_log2, scale of cotangents) of far rows. top_M, sum_M: the maximum of logits in base 2,
+    and the sum of 2^(logit - maximum)."""
+    farther_M = top_M
+    if P_SCALE_LOG2 == 0.0:
+        farther_M += tl.log2(sum_M)
+    less_M = tl.where(tl.abs(lse_log2_M) >= FARTHER_LOG2, farther_M, lse_log2_M)
+    return less_M, tl.exp2(less_M - top_M + P_SCALE_LOG2) / sum_M
 
 
 @gluon.constexpr_function

@@ -16,8 +16,14 @@ from heedful.kernels.args.hopper_backward import (
 )
 from heedful.kernels.args.kinds import RowVector
 from heedful.kernels.args.shared import PortableParams
-from heedful.kernels.common.rows import load_rows, row_base, wide
-from heedful.kernels.common.scores import head_mods
+from heedful.kernels.common.rows import load_head_rows, load_rows, row_base, wide
+from heedful.kernels.common.scores import (
+    finite_or_zero,
+    first_statistics,
+    head_mods,
+    modified_scores,
+    product_of_rows,
+)
 from heedful.kernels.common.sequences import (
     Place,
     Seqlens,
@@ -26,6 +32,7 @@ from heedful.kernels.common.sequences import (
     tile_of_sequences,
 )
 from heedful.kernels.common.statistics import row_deltas, row_statistics
+from heedful.kernels.common.tile_range import any_tile, key_tile, key_tiles
 from heedful.kernels.hopper.backward.far_rows import far_rows, is_far, lse_log2
 from heedful.kernels.hopper.backward.p_scale import p_scale_log2
 
@@ -75,6 +82,39 @@ def row_places(lse: RowVector, rows_M, place, sizes: HopperBackwardSizes, seqlen
 
 
 @triton.jit
+def logit_statistics(far: FarRowsIO, row0, place, head, params, scale_log2, softcap_scale):
+    """(maximum, sum of 2^(logit - maximum)) of a tile of query rows over all keys that they see,
+    and over the sink. Logits are those of consumers, in base 2: raw scores times scale_log2 or,
+    with softcap, their tanh (hopper/sm90/score_mods.py) times it. The maximum is rounded to
+    float32, and the sum belongs to the rounded one: exponents are fused multiply-adds."""
+    M: tl.constexpr = params.tile.BLOCK_M
+    N: tl.constexpr = params.tile.BLOCK_N
+    D: tl.constexpr = params.tile.HEAD_DIM
+    BLOCK_D: tl.constexpr = params.tile.BLOCK_D
+    b, h, token, count = place.b, place.h, place.seq.token_q, place.seq.len_q
+    q_MD = load_head_rows(far.q, b, h, token, row0, count, D, M, BLOCK_D)
+    keys = row_base(far.k, b, place.g, place.seq.token_k)
+    rows_M = row0 + tl.arange(0, M)
+    top_M, sum_M = first_statistics(0, place, params, False)
+    tiles = key_tiles(row0, place, params.mask, params.tile)
+    first = tiles.first_end - tiles.first_begin
+    # ptxas: few calls run this loop, so it has one stage.
+    for visit in tl.range(0, first + (tiles.end - tiles.begin), num_stages=1):
+        col0, mods = key_tile(any_tile(visit, tiles), row0, place, head, params, True)
+        k_ND = load_rows(keys, far.k.stride_n, col0, place.seq.len_k, D, N, BLOCK_D, True)
+        s_MN = product_of_rows(q_MD, k_ND, params.tile.PRECISION, False)
+        if params.mods.HAS_SOFTCAP:
+            s_MN = 1.0 - 2.0 / (1.0 + tl.exp2(s_MN * softcap_scale))
+        s_MN = modified_scores(s_MN, rows_M, row0, col0, place, mods, params, False, True)
+        new_M = tl.maximum(top_M, tl.max(s_MN, 1) * scale_log2)
+        base_M = finite_or_zero(new_M)
+        p_MN = tl.exp2(tl.fma(s_MN, scale_log2, -base_M[:, None]))
+        sum_M = sum_M * tl.exp2(top_M - base_M) + tl.sum(p_MN, 1)
+        top_M = new_M
+    return top_M, sum_M
+
+
+@triton.jit
 def tell_far_rows(
     lse: RowVector,
     far: FarRowsIO,
@@ -82,6 +122,8 @@ def tell_far_rows(
     place,
     params,
     sizes: HopperBackwardSizes,
+    scale_log2,
+    softcap_scale,
     P_SCALE_LOG2: tl.constexpr,
 ):
     """Recomputes those rows of a tile that are far from 0, and stores their numbers."""
@@ -93,11 +135,12 @@ def tell_far_rows(
     less_M = lse_log2(lse_M, P_SCALE_LOG2)
     far_M = is_far(less_M)
     head = head_mods(params.mods.scale, place.b, place.h, params)
-    m_M, l_M = row_statistics(far.q, far.k, row0, place, head, params)
-    less_M, scale_M = far_rows(less_M, m_M, l_M, P_SCALE_LOG2)
+    top_M, sum_M = logit_statistics(far, row0, place, head, params, scale_log2, softcap_scale)
+    less_M, scale_M = far_rows(less_M, top_M, sum_M, P_SCALE_LOG2)
     tl.store(far.lse_log2 + places_M, less_M, mask=far_M)
     tl.store(far.dout_scale + places_M, scale_M, mask=far_M)
     if far.reference is not None:
+        m_M, l_M = row_statistics(far.q, far.k, row0, place, head, params)
         tl.store(far.reference + places_M, m_M, mask=far_M)
         tl.store(far.factor + places_M, 1.0 / l_M, mask=far_M)
 
@@ -109,6 +152,8 @@ def backward_prologue(
     params: PortableParams,
     sizes: HopperBackwardSizes,
     q_blocks,
+    scale_log2,
+    softcap_scale,
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -119,7 +164,7 @@ def backward_prologue(
 
     The grid has one program for BLOCK_M rows of a query head, q_blocks of the longest sequence, or
     of all sequences where these are pieces of batch entries. D: columns of dq_accum. params.tile:
-    the tile of far rows.
+    the tile of far rows. scale_log2, softcap_scale: as in HopperScoreMods, of the main kernel.
     """
     # Meanwhile the next kernel starts its set-up, then waits.
     cuda.gdc_launch_dependents()
@@ -181,4 +226,6 @@ def backward_prologue(
         g = h // sizes.group
         whole = place_of(b, h, g, params.seqs, params.shape, params.mask, HAS_BIAS)
         for row in range(row0, row0 + BLOCK_M, params.tile.BLOCK_M):
-            tell_far_rows(io.lse, far, row, whole, params, sizes, P_SCALE_LOG2)
+            tell_far_rows(
+                io.lse, far, row, whole, params, sizes, scale_log2, softcap_scale, P_SCALE_LOG2
+            )
