@@ -149,6 +149,8 @@ def generated(made, cache: str) -> Tensor:
 def test_generation_equals_eager_with_each_cache(family, cache):
     if cache == "static, compiled" and family != "llama":
         pytest.skip("one family is compiled")
+    if cache == "offloaded static" and family == "mistral":
+        pytest.skip("transformers has no such cache where all layers slide: it finds none to fetch")
     made = model(family).cuda()
     assert torch.equal(*both(made, lambda: generated(made, cache)))
 
