@@ -47,13 +47,13 @@ else:
     __all__ = ["__version__", *_PUBLIC]
 
 
-def _imported(module: str):
-    """The module, with no collection meanwhile: what an import makes stays, and to go through all
-    of torch's objects would be 65 ms of a first call."""
+def _imported(name: str):
+    """A public name, with no collection meanwhile: what an import makes stays, and to go through
+    all of torch's objects would be 65 ms of a first call."""
     was_on = gc.isenabled()
     gc.disable()
     try:
-        return importlib.import_module(module)
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
     finally:
         if was_on:
             gc.enable()
@@ -61,7 +61,7 @@ def _imported(module: str):
 
 def __getattr__(name: str):
     if name in _PUBLIC:
-        value = getattr(_imported(_PUBLIC[name]), name)
+        value = _imported(name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'heedful' has no attribute {name!r}")

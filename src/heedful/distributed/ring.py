@@ -196,7 +196,8 @@ def backward(
         del sums
     while sent:
         _finish(own, *sent.pop())
-    return *queries.rounded(), *own.rounded(), dsink
+    (dq,), (dk, dv) = queries.rounded(), own.rounded()
+    return dq, dk, dv, dsink
 
 
 def _returned(sums: _Sums, made: Ranks, step: Step) -> tuple[Exchange, Step, list[Tensor]]:

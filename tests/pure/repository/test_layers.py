@@ -221,9 +221,9 @@ def test_every_environment_variable_is_in_the_settings_table():
     assert used <= known
 
 
-def test_type_checkers_see_the_names_that_users_get():
-    """`import heedful` finds its names on first use, which no type checker can follow."""
-    tree = ast.parse((ROOT / "__init__.py").read_text())
+def typed_imports(path: Path) -> dict[str, str | None]:
+    """By name, from where type checkers have what a module finds on first use."""
+    tree = ast.parse(path.read_text())
     (typed,) = (
         n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
     )
@@ -232,9 +232,21 @@ def test_type_checkers_see_the_names_that_users_get():
         assert isinstance(node, ast.ImportFrom)
         for alias in node.names:
             told[alias.name] = node.module
+    return told
+
+
+def test_type_checkers_see_the_names_that_users_get():
+    """`import heedful` finds its names on first use, which no type checker can follow."""
+    told = typed_imports(ROOT / "__init__.py")
     assert told.pop("*") == "heedful.torch"
     assert told == {n: m for n, m in heedful._PUBLIC.items() if m != "heedful.torch"}
+    of_torch = typed_imports(ROOT / "torch/__init__.py")
     body = ast.parse((ROOT / "torch/__init__.py").read_text()).body
-    (listed,) = (ast.literal_eval(n.value) for n in body if isinstance(n, ast.Assign))
-    assert set(listed) == set(heedful._PUBLIC) - set(told)
+    (public,) = (
+        ast.literal_eval(n.value)
+        for n in body
+        if isinstance(n, ast.Assign) and ast.unparse(n.targets) == "_PUBLIC"
+    )
+    assert of_torch == public
+    assert set(of_torch) == set(heedful._PUBLIC) - set(told)
     assert (ROOT / "py.typed").exists()
