@@ -8,7 +8,6 @@ sink enters the part with a row's own keys.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -143,21 +142,20 @@ class _Sums:
 
     def __init__(self, like: Tensor, rows: int, dims: tuple[int, ...]):
         self._like, self._shape, self._dims = like, (rows, like.shape[1], sum(dims)), dims
+        self._rows: Tensor | None = None
 
-    @cached_property
+    @property
     def rows(self) -> Tensor:
-        return torch.zeros(self._shape, dtype=torch.float32, device=self._like.device)
-
-    @cached_property
-    def each(self) -> tuple[Tensor, ...]:
-        return self.rows.split(self._dims, -1)
+        if self._rows is None:
+            self._rows = torch.zeros(self._shape, dtype=torch.float32, device=self._like.device)
+        return self._rows
 
     def add(self, rows: slice, *grads: Tensor) -> None:
-        for place, grad in zip(self.each, grads, strict=True):
+        for place, grad in zip(self.rows.split(self._dims, -1), grads, strict=True):
             place[rows] += grad
 
     def rounded(self) -> tuple[Tensor, ...]:
-        return tuple(place.to(self._like.dtype) for place in self.each)
+        return tuple(part.to(self._like.dtype) for part in self.rows.split(self._dims, -1))
 
 
 def backward(
