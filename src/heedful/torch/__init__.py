@@ -1,5 +1,5 @@
-"""Attention for PyTorch. Names load on first use, so that a first call waits for what it needs alone;
-operators are registered by the import."""
+"""Attention for PyTorch. Names load on first use, so that a first call waits for what it needs
+alone; operators are registered by the import."""
 
 from importlib import import_module
 

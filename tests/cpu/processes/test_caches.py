@@ -31,6 +31,7 @@ OF_ONE_CALL = {
     "distributed.calls._Asked": "filled while a step is asked for",
     "distributed.exchange.Exchange": "rows on their way",
     "distributed.gather.Keys": "of a step",
+    "distributed.ring._Sums": "of a step",
     "distributed.peers.SharedPart.keys": "part of what is made",
     "distributed.peers.SharedPart.taken": "part of what is made",
     "launch.bound.ProgramKind._kernels": "part of what is made",
