@@ -123,7 +123,7 @@ def test_slopes_and_biases_are_found_by_the_strides_of_their_dims():
         "alibi_slopes": ArraySpec((3, 2), (70, 3), "float32"),
         "bias": ArraySpec((3, 2, 5, 9), (900, 400, 50, 2), "float32"),
     }
-    for made in (groups.score_mods(problem, arrays), hopper_groups._score_mods(problem, arrays)):
+    for made in (groups.score_mods(problem, arrays), hopper_groups.score_mods(problem, arrays)):
         assert made.stride_alibib.value == 70
         strides = (made.bias.stride_b, made.bias.stride_h, made.bias.stride_m, made.bias.stride_n)
         assert [stride.value for stride in strides] == [900, 400, 50, 2]
@@ -142,10 +142,10 @@ def test_slopes_and_biases_are_found_by_the_strides_of_their_dims():
 def test_a_bias_bounds_lengths_that_may_differ_from_its_own(facts, bounds):
     problem = AttentionProblem.dense(3, 5, 9, 2, bias=True, **facts)
     arrays = {"bias": ArraySpec((3, 2, 5, 9), (90, 45, 9, 1), "float32")}
-    made = hopper_groups._score_mods(problem, arrays)
+    made = hopper_groups.score_mods(problem, arrays)
     found = made.longest_q, made.longest_k
     assert tuple(None if x is None else x.value for x in found) == bounds
-    alone = hopper_groups._score_mods(replace(problem, bias=False), {})
+    alone = hopper_groups.score_mods(replace(problem, bias=False), {})
     assert alone.longest_q is None and alone.longest_k is None
 
 

@@ -245,7 +245,7 @@ def test_type_checkers_see_the_names_that_users_get():
     (public,) = (
         ast.literal_eval(n.value)
         for n in body
-        if isinstance(n, ast.Assign) and ast.unparse(n.targets) == "_PUBLIC"
+        if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "_PUBLIC"
     )
     assert of_torch == public
     assert set(of_torch) == set(heedful._PUBLIC) - set(told)
