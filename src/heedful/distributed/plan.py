@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -104,8 +104,8 @@ class ContextPlan:
         self.rounds = max(map(len, self.places))
         self._schedule = lru_cache(maxsize=16)(self._make)
         self._steps = lru_cache(maxsize=16)(StepsOnDevice.of)
-        self._rows = lru_cache(maxsize=None)(self._rows_on)
-        self._orders = lru_cache(maxsize=None)(self._make_orders)
+        self._rows = cache(self._rows_on)
+        self._orders = cache(self._make_orders)
 
     def __enter__(self) -> "ContextPlan":
         """Layers of `integrations.transformers` spread over this plan's ranks until the end of the

@@ -3,7 +3,7 @@ the other rank are stand-ins."""
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -329,3 +329,51 @@ def test_a_step_that_comes_again_asks_for_the_same_in_the_same_order(
     assert ("barrier", "side" if window > 0 else "main", 0) in found[0]
     assert any(what == "copy" for what, *_ in found[0]) or (window, rank) == (128, 0)
     assert found == [found[0]] * len(found)
+
+
+def test_parts_take_lanes_in_turn_and_the_second_waits_once_for_the_first_event(monkeypatch):
+    log, current = [], ["main"]
+
+    class Named:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_event(self, event):
+            log.append((self.name, event))
+
+        wait_stream = wait_event
+
+        def __enter__(self):
+            current.append(self.name)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    names = iter(("second", "aside"))
+    main = Named("main")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Named(next(names)))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    kept = SimpleNamespace(record_stream=lambda stream: log.append((current[-1], stream)))
+    monkeypatch.setattr(calls, "_STREAMS", {})
+    lanes = calls.Lanes(torch.device("cuda:0"), 2)
+    lanes.begin("first")
+    lanes.begin("later")
+    took = []
+    for part in range(5):
+        with lanes.on(part):
+            took.append(current[-1])
+            assert lanes.keep(kept, part) is kept
+    assert took == ["main", "second", "main", "second", "main"]
+    assert log == [("second", "first"), ("second", main), ("second", main)]
+    lanes.join()
+    # The stream aside had nothing to do.
+    assert log[3:] == [("main", lanes.side)]
+
+
+def test_with_one_lane_all_parts_take_the_current_stream_and_nothing_is_marked():
+    lanes = calls.Lanes(torch.device("cpu"), 1)
+    assert all(isinstance(lanes.on(part), nullcontext) for part in range(3))
+    assert isinstance(lanes.aside(None), nullcontext)
+    assert lanes.mark() is None
+    lanes.join()
