@@ -224,7 +224,21 @@ def test_where_no_more_can_be_written_kernels_are_made_and_that_is_said_once(tmp
     assert [p.suffix for p in (tmp_path / "kernels").iterdir()] == [".kernel"]
 
 
-def test_an_entry_whose_use_cannot_be_noted_is_a_hit(tmp_path, monkeypatch):
+def test_why_no_more_can_be_written_is_said(tmp_path, monkeypatch, caplog):
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Folder, "write", fail)
+    opened = cache(tmp_path)
+    for key in "ab":
+        assert opened.get_or_make(key, artifact) == (artifact(), True)
+    wanted = f"compiled kernels are not kept in {tmp_path / 'kernels'}: disk full"
+    assert [record.getMessage() for record in caplog.records] == [wanted]
+
+
+def test_an_entry_whose_use_cannot_be_noted_is_a_hit_and_that_is_said_once(
+    tmp_path, monkeypatch, caplog
+):
     cache(tmp_path).get_or_make("k", artifact)
     stamp = time.time() - 3 * 24 * 3600
     os.utime(tmp_path / "kernels" / "k.kernel", (stamp, stamp))
@@ -233,7 +247,11 @@ def test_an_entry_whose_use_cannot_be_noted_is_a_hit(tmp_path, monkeypatch):
         raise OSError("read-only file system")
 
     monkeypatch.setattr(os, "utime", fail)
-    assert cache(tmp_path).get_or_make("k", refuse) == (artifact(), False)
+    opened = cache(tmp_path)
+    for _ in range(2):
+        assert opened.get_or_make("k", refuse) == (artifact(), False)
+    wanted = "cannot note that a cache entry was used: read-only file system"
+    assert [record.getMessage() for record in caplog.records] == [wanted]
 
 
 def test_the_use_of_an_entry_is_noted(tmp_path):
