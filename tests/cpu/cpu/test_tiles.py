@@ -43,7 +43,7 @@ SIZES = [
 ]
 SIZES += [(3, 2048, 8, 40), (16, 1300, 1300, 12, 3), (0, 5, 5, 2), (2, 0, 7, 2), (2, 7, 0, 2)]
 # Few rows over many keys: tiles so small that what limits them is work for each thread.
-SIZES += [(1, 4, 1 << 20, 8)]
+SIZES += [(1, 4, 1 << 20, 8), (1, 1, 1 << 20, 8)]
 
 
 @pytest.mark.parametrize("threads", [1, 3])
