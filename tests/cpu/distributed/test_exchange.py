@@ -28,3 +28,12 @@ def test_bits_of_nans_arrive_as_they_were_sent(monkeypatch, dtype):
     sent, places = ([list(x.split(1 << 14))] for x in (rows, into))
     Exchange(None, sent, places, exchange.ROUNDS + 1, rows).wait()
     assert torch.equal(into.view(torch.int16), every)
+
+
+def test_a_transfer_has_a_head_start_on_gpus_alone(monkeypatch):
+    slept = []
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    exchange.head_start(torch.device("cpu"))
+    assert not slept
+    exchange.head_start(torch.device("cuda:0"))
+    assert slept == [exchange.HEAD_START]

@@ -68,3 +68,11 @@ def test_a_platform_without_a_device_needs_one_that_is_named(live, monkeypatch):
     assert device.device_spec("rocm") == by_name("MI300X")
     # A device of another vendor is not the one of this platform.
     assert device.device_spec("cuda").name == "half an H200"
+
+
+def test_what_is_planned_is_told_once_a_kind(caplog):
+    with caplog.at_level("INFO", "heedful"):
+        for _ in range(3):
+            hj.flash_attn_func(ROWS, ROWS, ROWS, softcap=11.0)
+    told = [record.message for record in caplog.records if record.name == "heedful"]
+    assert told == ["[1x8x8 h2/2 d8 float32 softcap=11.0] -> scan"]
