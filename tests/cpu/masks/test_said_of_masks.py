@@ -106,6 +106,27 @@ def test_rows_are_cut_by_default_where_it_was_measured_alone(facts):
     assert "cuts_rows" not in planning.explain(made) and "cut into" not in planning.explain(made)
 
 
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "cut"),
+    [
+        (1, ROWS, 16, [True, True]),
+        (1, ROWS - 1, 16, [False, True]),
+        (1, 4096, 16, [False, True]),
+        (1, 4095, 16, [False, False]),
+        (2, ROWS, 16, [False, True]),
+        (2, 2048, 16, [False, True]),
+        (2, 2047, 16, [False, False]),
+    ],
+)
+def test_rows_are_cut_forward_from_2_to_the_18_of_one_entry_backward_from_2_to_the_16_of_all(
+    batch, length, heads, cut
+):
+    facts: Any = {"causal": True, "needs_grad": True, "key_ranges": 1, "documents": True}
+    problem = AttentionProblem.dense(batch, length, length, heads, **facts)
+    configs = plan(problem, H200).configs.values()
+    assert [getattr(config, "cuts_rows", None) for config in configs] == cut
+
+
 def test_a_choice_by_hand_says_itself_whether_rows_are_cut():
     usual: Any = {"causal": True, "needs_grad": True, "key_ranges": 1, "documents": True}
     problem = AttentionProblem.dense(1, ROWS, ROWS, 16, **usual)

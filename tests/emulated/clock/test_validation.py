@@ -2,6 +2,7 @@
 micro-kernels are right, settle what they are for, and stand in the report beside predictions."""
 
 import json
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -159,8 +160,10 @@ def test_sensors_are_read_while_something_runs(hwmon):
     place = sensors.folder("0000:05:00.0", hwmon)
     assert place is not None and sensors.cap_w(place) == 750
     with sensors.sampled(place) as samples:
+        assert "heedful-sensors" in {thread.name for thread in threading.enumerate()}
         while len(samples) < 2:
             pass
+    assert "heedful-sensors" not in {thread.name for thread in threading.enumerate()}
     told = sensors.summary(samples)
     assert told["clock_mhz"] == {"low": 1312, "median": 1312, "high": 1312}
     assert told["power_w"]["median"] == 743 and told["temperature_c"]["high"] == 71

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 from matplotlib import colors, pyplot
+from rich.console import Console
 
 from heedful.bench.harness import report
 from heedful.bench.harness.cases import Case, cases
@@ -108,6 +109,17 @@ def test_a_table_has_a_row_a_case_and_a_column_a_peer_that_was_timed():
         " ratios: speed over flash, median (range of rounds)"
     )
     assert (table.title_justify, table.title_style) == ("left", "bold")
+
+
+def test_a_table_has_a_column_a_peer_if_it_is_as_wide_as_it_may_be():
+    made = outcome(dense(), figure("heedful", 8.0, 2.5), figure("flash", 20.0), figure("math", 9.0))
+    needed = Console(width=1000).measure(report.table("forward", [made])).maximum
+    assert [*columns(report.table("forward", [made], needed))] == [
+        *("case", "heedful", "flash", "math")
+    ]
+    assert [*columns(report.table("forward", [made], needed - 1))] == [
+        *("case and peer", "figure", "ratio")
+    ]
 
 
 def test_a_table_names_every_base_once_or_none():
