@@ -7,6 +7,7 @@ After a change that is meant:
 """
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import json
@@ -49,7 +50,41 @@ def written(value: Any) -> str | None:
         return _joined(found if None in found else sorted(map(str, found)), "{}")
     if isinstance(value, (tuple, list)):
         return _joined([written(item) for item in value], "()")
+    if _is_ours(value):
+        return f"{type(value).__name__}({_fields(value)})"
     return None
+
+
+def _is_ours(value: Any) -> bool:
+    is_one = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return is_one and type(value).__module__.startswith("heedful.")
+
+
+def _fields(value: Any) -> str:
+    """Those of a dataclass that are not what they are by default, nor sentences."""
+    usual = {f.name: f.default for f in dataclasses.fields(value)}
+    given = {name: getattr(value, name) for name in usual}
+    words = {
+        name: _part(x) for name, x in given.items() if x is not usual[name] and x != usual[name]
+    }
+    return ", ".join(
+        f"{name}={said}" for name, said in words.items() if said and not _is_words(said)
+    )
+
+
+def _function(function: Any) -> str:
+    """Its name, and what a function that is made by another holds."""
+    names, cells = function.__code__.co_freevars, function.__closure__ or ()
+    held = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+    words = {name: _part(x) for name, x in held.items()}
+    inner = ", ".join(f"{name}={said}" for name, said in words.items() if said is not None)
+    return function.__qualname__ + (f"({inner})" if inner else "")
+
+
+def _part(value: Any) -> str | None:
+    if isinstance(value, tuple) and all(map(inspect.isfunction, value)):
+        return f"({', '.join(map(_function, value))})"
+    return _function(value) if inspect.isfunction(value) else written(value)
 
 
 def _joined(parts: Sequence[str | None], ends: str) -> str | None:
@@ -63,15 +98,30 @@ def held(body: list[ast.stmt], holder: Any, prefix: str) -> Iterator[str]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names = [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
             for name in () if _ELSEWHERE.search(ast.unparse(node.value)) else names:
-                said = written(getattr(holder, name, ...))
-                if said is not None and not _is_words(said) and not name.startswith("__"):
-                    yield f"{prefix}{name} = {said}"
+                if not name.startswith("__"):
+                    yield from lines_of(f"{prefix}{name}", getattr(holder, name, ...))
         elif isinstance(node, ast.ClassDef) and hasattr(holder, node.name):
             yield from held(node.body, getattr(holder, node.name), f"{prefix}{node.name}.")
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             words = defaults(getattr(holder, node.name, None))
             if words:
                 yield f"{prefix}{node.name}({words})"
+
+
+def lines_of(name: str, value: Any) -> Iterator[str]:
+    """One, or one of each item of a table whose items are of a class of heedful's."""
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(value, (tuple, list)):
+        pairs = [("...", item) for item in value]
+    elif isinstance(value, Mapping):
+        pairs = [(repr(key), item) for key, item in value.items()]
+    if any(_is_ours(item) for _, item in pairs):
+        for key, item in pairs:
+            yield from lines_of(f"{name}[{key}]", item)
+        return
+    said = written(value)
+    if said is not None and not _is_words(said):
+        yield f"{name} = {said}"
 
 
 def defaults(function: Any) -> str:
@@ -108,21 +158,6 @@ def test_constants_are_those_of_the_golden_table():
         if os.environ.get("WRITE_GOLDEN_CONSTANTS"):
             golden.write_text(found)
         assert found == golden.read_text(), layer
-
-
-def test_bounds_of_variants_are_those_of_the_golden_table():
-    from heedful.core.registry.capability import VARIANTS
-
-    names = ("least", "max_dim", "dim_multiple", "dtypes", "kv_dtypes")
-    lines = [
-        f"{v.backend}, {v.name or 'plain'}, {v.direction}: "
-        + ", ".join(f"{name}={written(getattr(v, name))}" for name in names)
-        for v in VARIANTS
-    ]
-    golden = GOLDEN / "variants.txt"
-    if os.environ.get("WRITE_GOLDEN_CONSTANTS"):
-        golden.write_text("\n".join(lines) + "\n")
-    assert "\n".join(lines) + "\n" == golden.read_text()
 
 
 if __name__ == "__main__":
