@@ -8,7 +8,16 @@ import pytest
 from jax import numpy as jnp
 
 from heedful.core.call.spread import CAUSAL, Mask
-from heedful.jax.distributed.calls import FULL, LEADING, MASKED, OWN
+from heedful.jax.distributed.calls import (
+    FULL,
+    LEADING,
+    MASKED,
+    OWN,
+    Rest,
+    Rows,
+    Static,
+    arguments,
+)
 from heedful.jax.distributed.layouts import LAYOUTS, chunks_of
 from heedful.jax.distributed.ring import merge
 from heedful.jax.distributed.rings import Step, Turn, steps
@@ -91,3 +100,18 @@ def test_a_row_without_keys_in_a_part_or_in_all_stays_as_it_is():
     out, lse = jnp.ones((2, 1, 4)).at[1].set(0), jnp.array([[0.5, -jnp.inf]])
     out, lse = merge(out, lse, jnp.zeros((2, 1, 4)), jnp.full((1, 2), -jnp.inf))
     assert out[:, 0, 0].tolist() == [1.0, 0.0] and lse.tolist() == [[0.5, -jnp.inf]]
+
+
+@pytest.mark.parametrize("kind", [OWN, MASKED, FULL, LEADING])
+def test_first_keys_are_told_to_calls_whose_keys_begin_where_documents_do(kind):
+    """Others see theirs by calls of their own."""
+    options = (("causal", True), ("window_size", (9, 0, 3)))
+    static = Static("ring", "x", None, "zigzag", None, (2, 2), options)
+    told = {}
+    for begin in (0, 8, jnp.int32(0)):
+        keys = Rows(0, begin, 8)
+        made = arguments(static, Rest(), Rows(8, 16, 8), keys, kind)
+        told[str(begin), type(begin) is int] = made["window_size"]
+    near = (-1, -1) if kind in (FULL, LEADING) else (9, 0)
+    whole = (9, 0, 3) if kind == MASKED else near
+    assert told == {("0", True): whole, ("8", True): near, ("0", False): near}
