@@ -283,12 +283,16 @@ def exported(function, *shapes):
     return jax.export.export(jax.jit(function))(*types)
 
 
-def test_a_program_is_exported_for_any_batch():
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_a_program_is_exported_for_any_batch(is_traced):
     """With gradients, each entry its part of the dropout mask, and shared operands' sums."""
     sink = jnp.arange(4.0)
 
     def loss(q, k, v, sink):
-        more = {"causal": True, "dropout_p": 0.3, "dropout_seed": 5, "dropout_origin": (7, 0, 0, 2)}
+        origin: Any = (7, 0, 0, 2)
+        if is_traced:
+            origin = jnp.array(origin, jnp.uint32) + jnp.uint32(0 * q[0, 0, 0, 0])
+        more = {"causal": True, "dropout_p": 0.3, "dropout_seed": 5, "dropout_origin": origin}
         out, lse = hj.flash_attn_func(q, k, v, sink=sink, return_lse=True, **more)
         return (out**2).sum() + lse.sum(), out
 

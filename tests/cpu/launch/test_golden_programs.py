@@ -21,7 +21,7 @@ from heedful.core.base.device import by_name
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
-from heedful.core.registry.by_hand import forced
+from heedful.core.registry.by_hand import OPTIONS, forced, named
 from heedful.launch.bind import portable_cache
 from heedful.launch.program import buffers as canonical
 from heedful.launch.program.bound import ProgramKind, changing, numbers_of
@@ -560,3 +560,27 @@ def test_a_compiler_elsewhere_is_told_all_that_a_kernel_is_compiled_for(title, m
         for argument in there.arguments.values():
             assert not isinstance(argument, Scalar) or argument.value == 0
             assert not isinstance(argument, TensorMap) or not any(argument.shape)
+
+
+# Two values each, of which a kernel that takes both is given another one.
+BY_HAND = {"block_m": (16, 32), "block_n": (32, 64), "num_warps": (4, 8), "num_stages": (2, 3)}
+BY_HAND |= {
+    "least_tiles": (1, 2),
+    "fewest_shares": (4, 8),
+    "conversion": (0, 1),
+    "programs": (1, 2),
+}
+BY_HAND |= {"registers": (0, 168), "merge_values": (64, 128), "merge_stages": (1, 2)}
+BY_HAND |= {"fetch_ahead": (0, 4)}
+
+
+@pytest.mark.parametrize("option", OPTIONS["decode.forward"])
+def test_a_decode_is_given_what_is_chosen_by_hand(option):
+    lines = []
+    for value in BY_HAND[option]:
+        chosen = named("decode", **{option: value})
+        facts = {**BASE, **DECODE, "seqlen_k": 64_000, "kv_dtype": "float8_e5m2"}
+        problem = AttentionProblem.dense(**facts)
+        made = plan(problem, by_name("H200"), backend=chosen)
+        lines.append(given("forward", made, problem, {}, "H200"))
+    assert lines[0] != lines[1]
