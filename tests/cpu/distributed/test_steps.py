@@ -354,7 +354,7 @@ def test_parts_take_lanes_in_turn_and_the_second_waits_once_for_the_first_event(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Named(next(names)))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    kept = SimpleNamespace(record_stream=lambda stream: log.append((current[-1], stream)))
+    kept: Any = SimpleNamespace(record_stream=lambda stream: log.append((current[-1], stream)))
     monkeypatch.setattr(calls, "_STREAMS", {})
     lanes = calls.Lanes(torch.device("cuda:0"), 2)
     lanes.begin("first")

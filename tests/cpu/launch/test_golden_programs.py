@@ -578,7 +578,7 @@ BY_HAND |= {"fetch_ahead": (0, 4)}
 def test_a_decode_is_given_what_is_chosen_by_hand(option):
     lines = []
     for value in BY_HAND[option]:
-        chosen = named("decode", **{option: value})
+        chosen = named("decode", "", **{option: value})
         facts = {**BASE, **DECODE, "seqlen_k": 64_000, "kv_dtype": "float8_e5m2"}
         problem = AttentionProblem.dense(**facts)
         made = plan(problem, by_name("H200"), backend=chosen)
