@@ -229,6 +229,21 @@ def test_parts_of_unlike_lengths_are_merged_into_their_rows(packed):
         hj.merge_into(out, lse, part, part_lse, begin=11)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_merged_part_alone_may_have_16_bits(dtype):
+    arrays = {"out": some(1, 9, 3, 8), "lse": some(1, 3, 9)}
+    arrays |= {"part": some(1, 9, 3, 8, seed=1), "part_lse": some(1, 3, 9, seed=1)}
+    for name, array in arrays.items():
+        given = arrays | {name: array.astype(dtype)}
+        if name == "part":
+            widened = arrays | {name: array.astype(dtype).astype(jnp.float32)}
+            results = hj.merge_into(**given), hj.merge_into(**widened)
+            jax.tree.map(np.testing.assert_array_equal, *results)
+        else:
+            with pytest.raises(TypeError, match=f"^{name} must be float32, got {dtype}"):
+                hj.merge_into(**given)
+
+
 def test_gradients_of_gathered_pages_are_added_up_in_the_pages():
     """A page that sequences share gets the sum of theirs; what no sequence has gets 0."""
     stored = some(5, 4, 2, 3)

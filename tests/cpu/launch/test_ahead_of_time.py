@@ -488,6 +488,7 @@ def test_every_type_has_its_size_and_is_aligned_by_it():
     parameters, size = lay_out([(f"p{i}", kind) for i, kind in enumerate(kinds)], {})
     assert [p.offset for p in parameters] == [0, 1, 2, 3, 4, 8, 12, 16, 24, 32, 40, 48]
     assert [p.name for p in parameters[-2:]] == ["scratch[0]", "scratch[1]"]
+    assert [p.type for p in parameters] == [*kinds, "*i8", "*i8"]
     assert size == 56
 
 

@@ -19,6 +19,7 @@ from heedful.core.planning import plan as planning
 from heedful.core.planning.plan import plan
 from heedful.core.registry.by_hand import forced, named
 from heedful.core.registry.capability import Toolchain
+from heedful.core.registry.tiles import may_cut_rows
 from heedful.masks import BlockMask, Documents
 from heedful.torch import explain
 from support.runs import standin
@@ -117,6 +118,7 @@ def test_rows_are_cut_by_default_where_it_was_measured_alone(facts):
         (2, 2048, 16, [False, True]),
         (2, 2047, 16, [False, False]),
     ],
+    ids=str,
 )
 def test_rows_are_cut_forward_from_2_to_the_18_of_one_entry_backward_from_2_to_the_16_of_all(
     batch, length, heads, cut
@@ -125,6 +127,13 @@ def test_rows_are_cut_forward_from_2_to_the_18_of_one_entry_backward_from_2_to_t
     problem = AttentionProblem.dense(batch, length, length, heads, **facts)
     configs = plan(problem, H200).configs.values()
     assert [getattr(config, "cuts_rows", None) for config in configs] == cut
+
+
+@pytest.mark.parametrize(("splits", "cut"), [(0, True), (1, True), (2, False)])
+def test_rows_are_cut_of_calls_whose_keys_are_not_split(splits, cut):
+    facts: Any = {"causal": True, "key_ranges": 1, "documents": True, "num_splits": splits}
+    problem = AttentionProblem.dense(1, ROWS, ROWS, 16, **facts)
+    assert may_cut_rows(problem) is cut
 
 
 def test_a_choice_by_hand_says_itself_whether_rows_are_cut():

@@ -6,7 +6,8 @@ pytest.importorskip("triton")
 
 import torch
 
-from heedful.torch.eager.slots import APPENDS, SLOTS, append_slots, slot_writer
+from heedful.core.base.arrays import ArraySpec
+from heedful.torch.eager.slots import APPENDS, SLOTS, _laid, append_slots, slot_writer
 from support.runs import standin
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
@@ -156,3 +157,19 @@ def test_what_cannot_be_is_named_and_nothing_is_written(name, tensor, words):
     with pytest.raises((TypeError, ValueError), match=words):
         append_slots(**given)
     assert all(torch.equal(given[n], old) for n, old in before.items())
+
+
+def test_a_kernel_has_new_tokens_as_one_sequence_and_scales_of_its_heads():
+    make = ArraySpec.contiguous
+    specs = {name: make((5, 4, 8), "bfloat16") for name in ("k_new", "v_new")}
+    specs |= {name: make((3, 16, 4, 8), "int8") for name in ("k", "v")}
+    specs |= {"slots": make((5,), "int64"), "k_descale": make((), "float32")}
+    specs |= {"v_descale": make((4,), "float32")}
+    laid = _laid(specs)
+    for name in ("k_new", "v_new"):
+        assert (laid[name].shape, laid[name].strides) == ((1, 5, 4, 8), (0, 32, 8, 1))
+    assert (laid["k_descale"].shape, laid["k_descale"].strides) == ((1, 4), (0, 0))
+    assert (laid["v_descale"].shape, laid["v_descale"].strides) == ((1, 4), (0, 1))
+    assert {name: laid[name] for name in ("k", "v", "slots")} == {
+        name: specs[name] for name in ("k", "v", "slots")
+    }

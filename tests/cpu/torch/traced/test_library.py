@@ -1,5 +1,6 @@
 """Through torch's dispatcher: torch.compile, functorch, fake tensors, autocast."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import heedful.torch as heedful
 from heedful.core.call.operands import Operands
+from heedful.torch.traced import private
 from support.problems.grids import in_turns, slow_but
 
 ATTENTION = torch.ops.heedful.attention_v10.default
@@ -510,3 +512,13 @@ def test_forward_mode_differentiation_says_that_it_is_not_there():
     q, k, v = dense(grad=False)
     with pytest.raises(RuntimeError, match="(?i)forward"):
         torch.func.jvp(lambda q: heedful.flash_attn_func(q, k, v), (q,), (q,))
+
+
+def test_files_of_all_modules_are_not_looked_for_when_an_operator_is_registered(monkeypatch):
+    known, registered = {}, []
+    monkeypatch.setattr(inspect, "modulesbyfile", known)
+    monkeypatch.setattr(torch.library, "register_fake", lambda *given: registered.append(given))
+    private.register_fake("some", max)
+    frames = torch.library, private
+    assert known == {inspect.getabsfile(module): module.__name__ for module in frames}
+    assert registered == [("heedful::some", max)]
