@@ -18,8 +18,11 @@ RECIPE = dataclasses.replace(bench.RECIPE, size=SIZE, steps=16, dtype=torch.floa
 
 
 def test_a_ratio_is_of_median_steps_and_its_least_of_one_round():
-    ours = [9.0] * bench.WARM_UP + [1.0] * 100
-    theirs = [1.0] * bench.WARM_UP + [1.2] * 90 + [0.9] * 10
+    # Steps take longer from round to round.
+    steps = [1.0 + number // 10 for number in range(100)]
+    ours = [9.0] * bench.WARM_UP + steps
+    factors = [1.2] * 90 + [0.9] * 10
+    theirs = [1.0] * bench.WARM_UP + [a * b for a, b in zip(factors, steps, strict=True)]
     assert bench.ratio(theirs, ours) == pytest.approx((1.2, 0.9))
 
 

@@ -147,6 +147,17 @@ def test_single_queries_read_no_key_past_their_length_and_depend_on_no_neighbour
     assert torch.equal(sdpa.forward(replace(problem, batch=1), one)[0], want[3:4])
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_single_queries_are_for_threads_where_more_values_are_read_than_is_worth(more, monkeypatch):
+    built, calls = build(replace(SINGLE, lens_k=(7, 300, 0, 64, 130))), []
+    for_each = sdpa.for_each
+    monkeypatch.setattr(sdpa, "for_each", lambda *given: calls.append(1) or for_each(*given))
+    values = sum((7, 300, 0, 64, 130)) * built.problem.heads_q * built.problem.head_dim
+    monkeypatch.setattr(sdpa, "WORTH_THREADS", values - more)
+    sdpa.forward(built.problem, built.x)
+    assert len(calls) == more
+
+
 def test_gradients_of_scores_far_from_0_are_those_of_the_tiled_backend():
     """A float32 log-sum-exp of 1e6 has no room for the logarithm of three equal scores' sum."""
     q = torch.full((1, 1, 1, 8), 1000.0, requires_grad=True)

@@ -62,8 +62,9 @@ def test_right_results_pass_rows_without_keys_too(direction, sizes, mask):
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_every_tensor_of_a_check_lies_on_the_device_that_is_named(direction):
-    case = dense(direction)
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_tensor_of_a_check_lies_on_the_device_that_is_named(direction, causal):
+    case = dense(direction, causal=causal)
     with torch.device("meta"):
         inputs = draw(case, CPU)
         checker = Checker(case, inputs)
