@@ -453,6 +453,8 @@ def test_masks_of_dropout_are_kept_up_to_a_limit_the_latest_ones(monkeypatch):
     for number, mask in enumerate(masks):
         kept.keep((number,), mask)
         kept.keep((number,), mask)
+        # None of more than a quarter is, not even at first.
+        assert (kept.find((number,)) is not None) == (mask.numel() <= 250)
     assert [kept.find((number,)) is not None for number in range(6)] == [False] * 2 + [True] * 4
     assert kept.bytes == 850
 
