@@ -130,3 +130,22 @@ def test_a_bound_that_is_ruled_out_is_none():
         assert number > 0 and number < 3
     assert low != 1 and high != 2
     assert [type(n) for n in settled([low, high])] == [int, int]
+
+
+def test_a_bound_that_equals_a_known_number_is_ruled_out_from_either_side():
+    for turned in (False, True):
+        trace = Trace()
+        one, two, low, high = trace.symbols([1, 2, 2, 1])
+        assert one == 1 and two == 2
+        for number in (low, high):
+            assert number > 0 and number < 3
+        pairs = (low, one), (high, two)
+        assert all(b != a if turned else a != b for a, b in pairs)
+        assert [type(n) for n in settled([low, high])] == [int, int]
+        # A number between the bounds rules out none of them.
+        trace = Trace()
+        two, wide = trace.symbols([2, 3])
+        assert two == 2 and wide > 0 and wide < 4
+        assert two != wide if turned else wide != two
+        assert settled([wide])[0] is wide
+        assert trace.function([wide])((2, 1)) == (1,)
