@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from heedful.distributed import ContextPlan, attention, plan
+from heedful.distributed import ContextPlan, attention, plan, traced
 from support.runs.ranks import Ranks
 
 LENGTHS = [300, 1, 211]
@@ -227,3 +227,14 @@ def planned_alone(rank: int) -> ContextPlan:
 
 def test_weights_may_be_sharded_by_fsdp(ranks):
     assert max(ranks.run(by_fsdp)) < 1e-6
+
+
+def test_traced_gradients_are_contiguous_as_those_that_are_computed():
+    shapes = {"q": (9, HEADS, DIM), "k": (9, HEADS_K, DIM), "v": (9, HEADS_K, DIM)}
+    q, k, v = (torch.zeros(h, n, d).transpose(0, 1) for n, h, d in shapes.values())
+    out, lse, sink = torch.zeros(shapes["q"]), torch.zeros(HEADS, 9), torch.zeros(HEADS)
+    for given in (sink, None):
+        *grads, dsink = traced._fake_backward(out, lse, out, lse, q, k, v, given, None, None, 0)
+        assert [tuple(grad.shape) for grad in grads] == [*shapes.values()]
+        assert all(grad.is_contiguous() for grad in grads)
+        assert dsink.shape == (0 if given is None else HEADS,)
