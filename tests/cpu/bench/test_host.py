@@ -70,3 +70,11 @@ def test_a_ratio_is_of_one_round_and_the_device_is_waited_for_outside_of_calls(m
     us, over = host.measure(CPU, sets=1, rounds=3)
     assert us == {"sdpa": 10, "ours": 5} and over == {"ours": 0.5}
     assert len(waits) == 2 * 2 * 4
+
+
+def test_a_line_has_microseconds_and_the_ratio_where_a_row_has_one(monkeypatch, capsys):
+    monkeypatch.setattr(host.script, "current_gpu", lambda: CPU)
+    monkeypatch.setattr(host, "measure", lambda device: ({"a": 12.34, "b": 5.0}, {"a": 1.5}))
+    host.main()
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == [f"{'a':30}    12.3   1.500", f"{'b':30}     5.0"]

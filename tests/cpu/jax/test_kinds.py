@@ -76,3 +76,10 @@ def test_what_is_planned_is_told_once_a_kind(caplog):
             hj.flash_attn_func(ROWS, ROWS, ROWS, softcap=11.0)
     told = [record.message for record in caplog.records if record.name == "heedful"]
     assert told == ["[1x8x8 h2/2 d8 float32 softcap=11.0] -> scan"]
+
+
+@pytest.mark.parametrize("older", ["jax", "jaxlib"])
+def test_jaxs_version_is_the_lower_one_of_its_two_packages(older, monkeypatch):
+    versions = {"jax": "0.12.0", "jaxlib": "0.12.0"} | {older: "0.11.3"}
+    monkeypatch.setattr(device.metadata, "version", versions.__getitem__)
+    assert device._jax_version.__wrapped__() == (0, 11, 3)

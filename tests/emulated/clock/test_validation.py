@@ -208,6 +208,8 @@ def test_the_report_has_micro_kernels_versions_and_sources(stand_in, monkeypatch
     assert amd["rocm"] == "7.2.1-43" and amd["power_cap_w"] == 750
     assert [m["name"] for m in amd["micro_kernels"]] == ["clock", "MFMA + 5 v_mul_f32", "atomics"]
     for record in amd["micro_kernels"]:
+        probe = named(stand_in.arch, record["name"])
+        assert (record["words"], record["unit"]) == (probe.words, probe.unit)
         assert "failed" not in record and record["predicted"]["clocks"] > 0
         assert record["measured"]["seconds"] == 1e-3
     assert amd["clock"]["packed_after"]["source"].startswith("LLVM pull request")
