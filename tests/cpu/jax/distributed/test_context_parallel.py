@@ -34,7 +34,9 @@ CASES = {
     "documents": replace(DOCUMENTS, causal=True),
     "documents and a window": replace(DOCUMENTS, window=(7, 0), sink=True, alibi="h"),
     "documents, full, bfloat16": replace(DOCUMENTS, dtype="bfloat16", softcap=4.0),
-    "uneven heads": replace(BASE, causal=True, heads_q=10, heads_k=5, sink=True, alibi="h"),
+    "uneven heads": replace(
+        BASE, causal=True, heads_q=10, heads_k=5, sink=True, alibi="h", key_ranges=2
+    ),
     "first keys of documents": replace(DOCUMENTS, window=(4, 0, 3), causal=True),
     "first keys and dropout": replace(BASE, causal=True, window=(9, 0, 3), dropout_p=0.2),
 }
