@@ -1,5 +1,6 @@
 """Short calls: rows that see all of their keys here, beside rows that have more elsewhere."""
 
+import pytest
 import torch
 
 from heedful.core.call.operands import Operands
@@ -33,3 +34,9 @@ def test_gradients_of_rows_with_more_keys_elsewhere_stand_beside_those_of_whole_
     made = whole.backward(built.problem, Operands(*x[:3]), out, lse.float(), dout, None)
     for got, want in zip(made[:3], wanted, strict=True):
         torch.testing.assert_close(got.double(), want.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("queries", "is_recorded"), [(7, True), (8, True), (9, False)])
+def test_calls_are_recorded_whose_first_row_sees_a_key(queries, is_recorded):
+    built = build(Case(batch=1, seqlen_q=queries, seqlen_k=8, causal=True))
+    assert whole.records(built.problem, built.x) is is_recorded
