@@ -3,6 +3,7 @@ alone; operators are registered by the import."""
 
 from importlib import import_module
 
+# For what it registers.
 from heedful.torch.traced import library as _operators  # noqa: F401
 
 # Name -> module that defines it.
