@@ -39,7 +39,10 @@ def bars(colours: draw_speed.Colours) -> list[ElementTree.Element]:
 @pytest.mark.parametrize("colours", draw_speed.COLOURS, ids=lambda colours: colours.name)
 def test_bars_stand_on_one_line_and_are_as_high_as_their_speeds(colours):
     drawn = bars(colours)
-    tables = [("hopper-forward", "076-peers-again.csv", 2), ("hopper-backward", "055-table.csv", 5)]
+    tables = [
+        ("hopper-forward", "077-peers-of-november-28.csv", 2),
+        ("hopper-backward", "086-peers-of-november-28.csv", 5),
+    ]
     panels = [
         draw_speed.panel("", "", draw_docs.read(draw_docs.MEASUREMENTS / page / file).rows, count)
         for page, file, count in tables
