@@ -4,7 +4,8 @@ or a subclass must see it. Torch's private names for this are used only here.
 
 import sys
 from collections.abc import Iterable, Sequence
-from operator import itemgetter
+from functools import reduce
+from operator import itemgetter, or_
 from typing import Any
 
 import torch
@@ -114,10 +115,7 @@ class Likeness:
         are the same; else None. Strides of dims of one element do not matter."""
         tensors = self.pick(values)
         addresses = [*map(Tensor.data_ptr, tensors)]
-        bits = 0
-        for address in addresses:
-            bits |= address or 1
-        if bits & 15 or not self.alike(*tensors):
+        if 0 in addresses or reduce(or_, addresses) & 15 or not self.alike(*tensors):
             return None
         for place in self._dense:
             if not values[place].is_contiguous():

@@ -390,7 +390,9 @@ def find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[_Fou
         records, longest, usual = is_grad_enabled(), options[_LONGEST], out is None and seed is None
         types = map(type, options[NUMBERS] if x is None else options[NUMBERS] + x)
         base = (records, options[0], options[3:], *types)
-        latest_key: Any = (base, longest, *(() if usual else (type(out), type(seed), q.shape)))
+        latest_key: Any = (base, longest)
+        if not usual:
+            latest_key += type(out), type(seed), q.shape
         if not bases:
             call = CALLS.latest.get(latest_key)
             if call is not None and usual and x is None:
