@@ -9,12 +9,12 @@ import threading
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from heedful.core.base import installed, settings
 from heedful.core.base.forks import new_lock
 from heedful.launch.code import packs
 from heedful.launch.code.artifact import Artifact
-from heedful.launch.code.cache import DiskCache
 from heedful.launch.code.identity import cache_key, kernel_key
 from heedful.launch.code.store import SUFFIX
 from heedful.launch.spec import KernelCall
@@ -85,10 +85,15 @@ def place(call: KernelCall, arch: str) -> str:
     return f"It is {file}: without that file it is compiled anew"
 
 
-def _disk_cache() -> DiskCache:
-    """The cache that the settings name now."""
+def _disk_cache() -> Any:
+    """The DiskCache that the settings name now."""
     names = ("cache_dir", "cache_limit", "cache_read_only")
     return _opened(*(settings.get(name) for name in names))
 
 
-_opened = cache(DiskCache)
+@cache
+def _opened(*named: Any) -> Any:
+    # Processes whose kernels come from elsewhere do without.
+    from heedful.launch.code.cache import DiskCache
+
+    return DiskCache(*named)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import field, replace
 from functools import cache, cached_property
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args
 
 from heedful.core.base.frozen import dataclass
 from heedful.core.planning.sizes import Workspace
@@ -173,7 +173,8 @@ def _check_kind(name: str, leaf: Argument, kind: Kind | None) -> None:
 def declared(group: type) -> tuple[tuple[str, Kind | None, tuple[type, ...]], ...]:
     """(name, kind, the classes that a nested group may have) for every field of a group."""
     made = []
-    for name, hint in get_type_hints(group, include_extras=True).items():
+    # typing.get_type_hints would go through the bases, too, and make each again.
+    for name, hint in group.__annotations__.items():
         kind = next((x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Kind)), None)
         inner = get_args(hint)[0] if kind is not None else hint
         classes = get_args(inner) if isinstance(inner, UnionType) else (inner,)

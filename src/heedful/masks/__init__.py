@@ -7,20 +7,34 @@ compiled for a mask. All but `from_flashmask` also run where calls are traced or
 gives another array by position, a `rel_bias`.
 """
 
-from heedful.core.call.numerics import Documents
-from heedful.masks.block_mask import BlockMask
-from heedful.masks.flashmask import from_flashmask
-from heedful.masks.ranges import chunks, documents, local_global, padding, prefix
-from heedful.masks.relative import t5_bias
+from heedful.core.base import late as _late
 
-__all__ = [
-    "BlockMask",
-    "Documents",
-    "chunks",
-    "documents",
-    "from_flashmask",
-    "local_global",
-    "padding",
-    "prefix",
-    "t5_bias",
-]
+# Name -> module that defines it.
+_PUBLIC = {
+    "BlockMask": "heedful.masks.block_mask",
+    "Documents": "heedful.core.call.numerics",
+    "chunks": "heedful.masks.ranges",
+    "documents": "heedful.masks.ranges",
+    "from_flashmask": "heedful.masks.flashmask",
+    "local_global": "heedful.masks.ranges",
+    "padding": "heedful.masks.ranges",
+    "prefix": "heedful.masks.ranges",
+    "t5_bias": "heedful.masks.relative",
+}
+
+# Type checkers and editors take this for true, wherever it comes from.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from heedful.core.call.numerics import Documents as Documents
+    from heedful.masks.block_mask import BlockMask as BlockMask
+    from heedful.masks.flashmask import from_flashmask as from_flashmask
+    from heedful.masks.ranges import chunks as chunks
+    from heedful.masks.ranges import documents as documents
+    from heedful.masks.ranges import local_global as local_global
+    from heedful.masks.ranges import padding as padding
+    from heedful.masks.ranges import prefix as prefix
+    from heedful.masks.relative import t5_bias as t5_bias
+else:
+    __all__ = [*_PUBLIC]
+
+__getattr__, __dir__ = _late.names(globals(), _PUBLIC)

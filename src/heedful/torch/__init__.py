@@ -1,7 +1,7 @@
 """Attention for PyTorch. Names load on first use, so that a first call waits for what it needs
 alone; operators are registered by the import."""
 
-from importlib import import_module
+from heedful.core.base import late as _late
 
 # For what it registers.
 from heedful.torch.traced import library as _operators  # noqa: F401
@@ -54,14 +54,4 @@ if TYPE_CHECKING:
 else:
     __all__ = [*_PUBLIC]
 
-
-def __getattr__(name: str):
-    if name in _PUBLIC:
-        value = getattr(import_module(_PUBLIC[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'heedful.torch' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_PUBLIC])
+__getattr__, __dir__ = _late.names(globals(), _PUBLIC)

@@ -17,7 +17,7 @@ from heedful.core.planning.plan import plan
 from heedful.launch.program import programs
 from heedful.torch.base.arrays import array_spec
 from heedful.torch.eager.cache_step import named
-from heedful.torch.operands.checks import cache_call
+from heedful.torch.operands.cache_checks import cache_call
 from support.problems.budget import run
 from support.problems.cases import Case
 from support.problems.grids import in_turns, slow_but

@@ -49,6 +49,11 @@ def test_packages_of_kernels_have_no_code():
         assert all(isinstance(getattr(node, "value", None), ast.Constant) for node in body), file
 
 
+def forget() -> None:
+    for kept in (identity.source_digest, identity._kept, identity._imported):
+        kept.cache_clear()
+
+
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
     """A copy of the kernels, and a function that gives digests of its modules as they are now."""
@@ -57,13 +62,11 @@ def copy(tmp_path, monkeypatch):
     monkeypatch.setattr(identity, "_KERNELS", folder)
 
     def digests() -> dict[str, str]:
-        identity.source_digest.cache_clear()
-        identity._kept.cache_clear()
+        forget()
         return {name: identity.source_digest(f"heedful.kernels.{name}") for name in KEPT}
 
     yield folder, digests
-    identity.source_digest.cache_clear()
-    identity._kept.cache_clear()
+    forget()
 
 
 @pytest.mark.parametrize(

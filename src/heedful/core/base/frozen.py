@@ -1,13 +1,16 @@
 """Frozen dataclasses that are made quickly.
 
 The standard library compiles up to eight methods for each class, which takes 0.7 ms, and a process
-makes some forty classes before its first call. Here one method is compiled.
+makes some forty classes before its first call. Here one method is generated, and classes with as
+many fields share what is compiled of it.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, FrozenInstanceError, field
+from functools import cache
 from operator import attrgetter
+from types import FunctionType
 from typing import Any, Literal, NoReturn, TypeVar, dataclass_transform
 
 from heedful.core.base import evaluated
@@ -42,6 +45,39 @@ def dataclass(
 
 
 def _init(cls: type, fields: Sequence[dataclasses.Field]) -> Callable[..., None]:
+    is_plain = all([one.init and one.default_factory is MISSING for one in fields])
+    init = (_plain_init if is_plain else _compiled_init)(fields, hasattr(cls, "__post_init__"))
+    # Errors about arguments name it.
+    init.__name__, init.__qualname__ = "__init__", f"{cls.__qualname__}.__init__"
+    return init
+
+
+def _plain_init(fields: Sequence[dataclasses.Field], checks: bool) -> Callable[..., None]:
+    """Of fields that are all parameters, with constants for defaults: code that classes with as
+    many fields share, under the names of these."""
+    defaults = [one.default for one in fields if one.default is not MISSING]
+    if MISSING in [one.default for one in fields[len(fields) - len(defaults) :]]:
+        raise TypeError("a field without a default follows one with a default")
+    names = tuple([one.name for one in fields])
+    shared: Any = _shared_init(len(fields), checks)
+    code = shared.__code__.replace(co_varnames=("self", *names))
+    return FunctionType(code, {"__names__": names, "__store__": _store}, argdefs=tuple(defaults))
+
+
+@cache
+def _shared_init(count: int, checks: bool) -> Callable[..., None]:
+    """An __init__ of so many fields. checks: whether __post_init__ follows."""
+    fields = "".join([f"field{number}, " for number in range(count)])
+    lines = [f"__store__(self, __names__, ({fields}))"] + ["self.__post_init__()"] * checks
+    return evaluated.function(f"self, {fields}", lines, {})
+
+
+def _store(self: object, names: Sequence[str], values: Sequence[Any]) -> None:
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(self, name, value)
+
+
+def _compiled_init(fields: Sequence[dataclasses.Field], checks: bool) -> Callable[..., None]:
     names: dict[str, Any] = {"object": object, "missing": MISSING}
     parameters, lines = ["self"], []
     for number, one in enumerate(fields):
@@ -61,12 +97,8 @@ def _init(cls: type, fields: Sequence[dataclasses.Field]) -> Callable[..., None]
             parameters.append(f"{one.name}={default}" if default else one.name)
         # In full: torch.compile does not know the function by another name.
         lines.append(f"object.__setattr__(self, {one.name!r}, {value})")
-    if hasattr(cls, "__post_init__"):
-        lines.append("self.__post_init__()")
-    init = evaluated.function(", ".join(parameters), lines or ["pass"], names)
-    # Errors about arguments name it.
-    init.__name__, init.__qualname__ = "__init__", f"{cls.__qualname__}.__init__"
-    return init
+    lines += ["self.__post_init__()"] * checks
+    return evaluated.function(", ".join(parameters), lines, names)
 
 
 def _by(names: Sequence[str]) -> tuple[Callable, Callable]:

@@ -56,8 +56,15 @@ def triton_version() -> str | None:
     are the module's: if several distributions were installed over each other, the files are those
     of one. Otherwise it is the module's. It is imported only if its source does not say.
     """
+    here = _here()
+    return here and here.version
+
+
+def _here() -> "Compiler | None":
+    """The Triton of this process."""
     origin = _origin()
-    return None if origin is None else _version_of(origin, tuple(sys.path))
+    said = origin and _module_version(Path(origin))
+    return Compiler(said, Path(origin).parents[1]) if origin and said else None
 
 
 def _origin() -> str | None:
@@ -70,12 +77,6 @@ def _origin() -> str | None:
 
 
 @cache
-def _version_of(origin: str, path: tuple[str, ...]) -> str | None:
-    version = _module_version(Path(origin))
-    # The distribution that brought the module lies beside it, as a rule.
-    return version and _build(version, (str(Path(origin).parents[1]), *path))
-
-
 def _build(version: str, path: tuple[str, ...]) -> str:
     """The version with the name of its build, as distributions on the path have it."""
     for name in TRITON_DISTRIBUTIONS:
@@ -85,6 +86,7 @@ def _build(version: str, path: tuple[str, ...]) -> str:
     return version
 
 
+@cache
 def _module_version(origin: Path) -> str | None:
     loaded = getattr(sys.modules.get("triton"), "__version__", None)
     if loaded is not None:
@@ -111,16 +113,26 @@ def _said(origin: Path) -> str | None:
 class Compiler:
     """A Triton that kernels are compiled by.
 
-    root: the folder that it is imported from. apart: by worker processes; else by this one.
+    said: the version that its module says. root: the folder that it is imported from. apart: by
+    worker processes; else by this one.
     """
 
-    version: str
+    said: str
     root: Path
     apart: bool = False
 
     @property
+    def version(self) -> str:
+        """The version with the name of the build. To plan takes numbers alone: what distributions
+        say is read for keys of the cache and for people."""
+        if "+" in self.said:
+            return self.said
+        # The distribution that brought the module lies beside it, as a rule.
+        return _build(self.said, (str(self.root), *(() if self.apart else sys.path)))
+
+    @property
     def numbers(self) -> tuple[int, ...]:
-        return numbers(self.version)
+        return numbers(self.said)
 
     @property
     def assemblers(self) -> dict[str, Path]:
@@ -155,8 +167,7 @@ def compiler() -> Compiler | None:
     Raises ValueError where HEEDFUL_TRITON names a folder without a Triton.
     """
     made, is_named = _toolchain()
-    version, origin = triton_version(), _origin()
-    here = Compiler(version, Path(origin).parents[1]) if version and origin else None
+    here = _here()
     if made is None or (here is not None and not is_named and made.numbers <= here.numbers):
         return here
     return made
@@ -191,7 +202,7 @@ def toolchain_in(root: Path) -> Compiler | None:
     """The Triton that a folder holds."""
     root = Path(os.path.abspath(root))
     said = _said(root / "triton" / "__init__.py")
-    return said and Compiler(_build(said, (str(root),)), root, apart=True) or None
+    return Compiler(said, root, apart=True) if said else None
 
 
 def python_tag() -> str:

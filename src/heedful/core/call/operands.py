@@ -1,5 +1,6 @@
 """The arrays of one attention call, by name, in whatever framework they live."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
@@ -82,6 +83,11 @@ class Gradients(NamedTuple):
     dbias: Any = None
     dsink: Any = None
     drel_bias: Any = None
+
+
+# (x, out, lse, dout, dlse=None, kv_grad=True) -> gradients of the inputs, for one layout of all
+# these. kv_grad: whether those of k and v are wanted; if not, they may be None.
+Backward = Callable[..., Gradients]
 
 
 def own_shape(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ from heedful.core.base.numbers import FAR
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.sizes import Sizes
 from heedful.kernels.args import kinds, shared
-from heedful.kernels.args.portable import Rotary
 from heedful.launch.spec import Group, Pointer, Scalar, absent, declared
 
 Buffers = Mapping[str, ArraySpec]
@@ -336,23 +335,6 @@ def kv_layout(page_size: int, buffers: Buffers, is_written: bool = False) -> sha
         page_size=Scalar(page_size) if table else None,
         entries=Scalar(buffers["k"].shape[0]) if is_cache else None,
         batch_idx=pointer(buffers, "kv_batch_idx"),
-    )
-
-
-def rotary(buffers: Buffers, interleaved: bool, position0: int) -> Rotary:
-    """The group of rotary tables."""
-    cos = buffers.get("rotary_cos")
-    if cos is None:
-        return Rotary(None, None, None, None, None, None, interleaved)
-    positions, half = cos.shape
-    return Rotary(
-        cos=pointer(buffers, "rotary_cos"),
-        sin=pointer(buffers, "rotary_sin"),
-        stride_n=row_stride(cos.strides[0]),
-        half=Scalar(half),
-        positions=Scalar(positions),
-        position0=Scalar(position0),
-        IS_INTERLEAVED=interleaved,
     )
 
 

@@ -12,7 +12,7 @@ from heedful.core.registry.tiles import (
     HopperWideConfig,
     tile_dim,
 )
-from heedful.launch.bind import groups, hopper_cuts, hopper_groups, portable
+from heedful.launch.bind import groups, hopper_groups
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, with_scratch
 from heedful.launch.spec import KernelCall, Program, TensorMap
@@ -30,6 +30,8 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     sizes, config = plan.sizes(), plan.configs[kernel]
     assert isinstance(config, HopperForwardConfig)
     if config.cuts_rows:
+        from heedful.launch.bind import hopper_cuts  # which most calls do without
+
         cut = hopper_cuts.cut_sizes(plan, buffers, "forward", *_OF_TOKENS)
         if cut is not None:
             return _cut_forward(problem, config, cut, buffers, kernel)
@@ -57,12 +59,21 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
         begins_early=plan.short_q > 0,
     )
     calls.append(call)
-    if plan.is_split and problem.invariant:
-        calls.append(portable.merge_parts_call(problem, sizes, buffers, config.part_keys, True))
-    elif plan.is_split:
-        # The first split includes the sink: a merge would add it to unused rows, too.
-        calls.append(portable.combine_call(buffers, has_sink=False, begins_early=True))
+    if plan.is_split:
+        calls.append(_merge_call(problem, sizes, buffers, config.part_keys))
     return Program(tuple(calls), sizes.workspaces)
+
+
+def _merge_call(
+    problem: AttentionProblem, sizes: Sizes, buffers: Buffers, part_keys: int
+) -> KernelCall:
+    """The launch that merges splits."""
+    from heedful.launch.bind import portable  # which other calls do without
+
+    if problem.invariant:
+        return portable.merge_parts_call(problem, sizes, buffers, part_keys, True)
+    # The first split includes the sink: a merge would add it to unused rows, too.
+    return portable.combine_call(buffers, has_sink=False, begins_early=True)
 
 
 def _cut_forward(
@@ -73,6 +84,8 @@ def _cut_forward(
     kernel: str,
 ) -> Program:
     """`forward` of a dense call whose rows are cut into packed sequences, of these sizes."""
+    from heedful.launch.bind import hopper_cuts
+
     made = hopper_cuts.cut(problem, sizes, buffers, *_OF_TOKENS)
     packed, arrays, _, sizes = made
     attention = hopper_groups.forward_call(

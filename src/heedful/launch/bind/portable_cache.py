@@ -38,7 +38,7 @@ def append_kv(
         "cache.update.append_keys",
         (programs, 1, 1),
         config,
-        rotary=groups.rotary(buffers, interleaved, position0),
+        rotary=_rotary(buffers, interleaved, position0),
         **parameters,
     )
     return Program((call,))
@@ -80,7 +80,7 @@ def update(
         "cache.update.append_and_rotate",
         (appends + rotations, 1, 1),
         config,
-        rotary=groups.rotary(buffers, interleaved, position0),
+        rotary=_rotary(buffers, interleaved, position0),
         appends=Scalar(appends),
         **(parameters | others),
     )
@@ -107,7 +107,7 @@ def within_decode(
     # Most steps append one row.
     rows = 1 if buffers["k_new"].shape[1] == 1 else config.rows
     return args.CacheAppend(
-        rotary=groups.rotary(buffers, interleaved, position0),
+        rotary=_rotary(buffers, interleaved, position0),
         io=parameters["new"]._replace(leftpad_k=None),
         quantization=parameters["quantization"],
         advance=Scalar(int(advance)),
@@ -194,3 +194,20 @@ def _tiles(array: ArraySpec, config: RowsConfig) -> tuple[int, args.RowTiles]:
     batch, seqlen, heads, _ = array.shape
     tiles = ceil_div(seqlen, config.rows)
     return tiles * batch * heads, args.RowTiles(**scalars(seqlen=seqlen, heads=heads, tiles=tiles))
+
+
+def _rotary(buffers: Buffers, interleaved: bool, position0: int) -> args.Rotary:
+    """The group of rotary tables."""
+    cos = buffers.get("rotary_cos")
+    if cos is None:
+        return args.Rotary(None, None, None, None, None, None, interleaved)
+    positions, half = cos.shape
+    return args.Rotary(
+        cos=groups.pointer(buffers, "rotary_cos"),
+        sin=groups.pointer(buffers, "rotary_sin"),
+        stride_n=groups.row_stride(cos.strides[0]),
+        half=Scalar(half),
+        positions=Scalar(positions),
+        position0=Scalar(position0),
+        IS_INTERLEAVED=interleaved,
+    )

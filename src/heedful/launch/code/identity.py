@@ -28,8 +28,9 @@ _PLACES += ("TRITON_DEFAULT_BACKEND", "TRITON_CUDACRT_", "TRITON_CUDART_", "TRIT
 
 
 # An import of a kernel's source: the module, and the names, which may be modules of a package.
-# Kernels import heedful's modules in this form alone, and no others than kernels.
-_IMPORT = re.compile(rb"^from heedful\.kernels([\w.]*) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
+# Kernels import heedful's modules in this form alone, and no others than kernels. It begins with
+# the end of the line before: plain text at the start of a pattern is looked for far faster.
+_IMPORT = re.compile(rb"\nfrom heedful\.kernels([\w.]*) import (\([^)]*\)|[^\n]*)")
 
 
 @cache
@@ -66,14 +67,18 @@ def _source(file: str) -> tuple[str, frozenset[str]]:
     a first call reads some forty files, and as many objects of pathlib would take longer."""
     with open(file, "rb") as opened:
         content = opened.read()
-    imported: set[str] = set()
-    for package, names in _IMPORT.findall(content):
-        module = os.path.join(_KERNELS, *package.decode().split(".")[1:])
-        modules = [module]
-        if not os.path.isfile(f"{module}.py"):
-            modules = [os.path.join(module, name) for name in re.findall(r"\w+", names.decode())]
-        imported |= {f"{path}.py" for path in modules if os.path.isfile(f"{path}.py")}
-    return hashlib.sha256(content).hexdigest(), frozenset(imported)
+    found = [_imported(*names) for names in _IMPORT.findall(b"\n" + content)]
+    return hashlib.sha256(content).hexdigest(), frozenset().union(*found)
+
+
+@cache
+def _imported(package: bytes, names: bytes) -> frozenset[str]:
+    """The files of an import: of its module, or else of those of its names that are modules."""
+    module = os.path.join(_KERNELS, *package.decode().split(".")[1:])
+    if os.path.isfile(f"{module}.py"):
+        return frozenset((f"{module}.py",))
+    files = [os.path.join(module, f"{name}.py") for name in re.findall(r"\w+", names.decode())]
+    return frozenset(filter(os.path.isfile, files))
 
 
 # Kernels share most of their sources.

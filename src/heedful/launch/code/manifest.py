@@ -67,7 +67,7 @@ def read_manifest(content: bytes) -> Manifest:
         )
     try:
         wheel, digests = manifest.get("wheel"), manifest["kernels"]
-        if not all(isinstance(digest, str) for digest in digests.values()):
+        if {*map(type, digests.values())} - {str}:
             raise TypeError("digests are text")
         return Manifest(
             digests,

@@ -9,7 +9,6 @@ from functools import partial
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.planning.plan import Plan, needs_pack, without_packs
 from heedful.core.planning.sizes import Workspace
-from heedful.launch.bind import portable_cache
 from heedful.launch.code import packs
 from heedful.launch.code.identity import kernel_key
 from heedful.launch.program import buffers as canonical
@@ -88,6 +87,9 @@ def in_turn(
     plan: Plan, buffers: Mapping[str, ArraySpec], interleaved: bool, position0: int
 ) -> Program:
     """As `step`, but separate kernels append before the forward."""
+    # Calls without new keys do without it.
+    from heedful.launch.bind import portable_cache
+
     problem, scratch = plan.problem, {}
     if "seqused_k" not in buffers:
         scratch["seqused_k"] = ArraySpec.contiguous(buffers["cache_seqlens"].shape, "int32")

@@ -29,13 +29,8 @@ from heedful.torch.api.packed import STANDS_FOR, in_own_words, unpacked_argument
 from heedful.torch.base.arrays import abstract_spec, array_spec, dtype_name
 from heedful.torch.base.dispatch import OWN, has_shards, needs_dispatcher, no_shards
 from heedful.torch.eager.backends import planned
-from heedful.torch.operands.checks import (
-    attention_call,
-    cache_call,
-    check_tensors,
-    gradients_wanted,
-    lies_in,
-)
+from heedful.torch.operands.cache_checks import cache_call, lies_in
+from heedful.torch.operands.checks import attention_call, check_tensors, gradients_wanted
 from heedful.torch.operands.plain import plain_options, plain_seed, plain_update
 from heedful.torch.operands.values import check_values, is_readable
 

@@ -40,14 +40,14 @@ from heedful.torch.eager.calls import CALLS, Call
 from heedful.torch.eager.keys import tensor_keys
 from heedful.torch.operands.adapt import adapt, autocast, cast, dense_rows
 from heedful.torch.operands.apart import cache_apart, cache_tensors, cache_values, check_cache_apart
-from heedful.torch.operands.checks import (
-    FLOATS,
+from heedful.torch.operands.cache_checks import (
     cache_call,
     check_apart,
     check_int_length,
     check_rotated_length,
     lies_in,
 )
+from heedful.torch.operands.checks import FLOATS
 from heedful.torch.operands.plain import is_same, plain_options, plain_update, plain_window
 from heedful.torch.operands.values import check_room, is_readable
 from heedful.torch.traced import library

@@ -22,7 +22,7 @@ from heedful.torch.base.dispatch import has_shards, no_shards
 from heedful.torch.base.forked import on_own_thread
 from heedful.torch.eager.calls import CALLS, Call
 from heedful.torch.eager.keys import tensor_keys
-from heedful.torch.operands.checks import cache_call
+from heedful.torch.operands.cache_checks import cache_call
 from heedful.torch.traced.batching import prefixed_vmap
 from heedful.torch.traced.library import LIBRARY
 from heedful.torch.traced.private import register_fake, untraced

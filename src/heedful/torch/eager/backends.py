@@ -15,7 +15,7 @@ from heedful.core.base.arrays import ArraySpec, dense_strides, item_bytes, order
 from heedful.core.base.device import lent
 from heedful.core.base.symbols import value_of
 from heedful.core.call.numerics import backend_of, margin_of
-from heedful.core.call.operands import Gradients, Operands, own_shape
+from heedful.core.call.operands import Backward, Gradients, Operands, own_shape
 from heedful.core.call.problem import AttentionProblem, Lengths
 from heedful.core.call.storage import are_mappable, storage
 from heedful.core.planning.log import decision
@@ -27,10 +27,8 @@ from heedful.launch.record import note
 from heedful.torch.base.device import device_spec, toolchain
 from heedful.torch.base.dispatch import Likeness
 from heedful.torch.base.forked import check_device
-from heedful.torch.eager.cpu_runner import Backward, CpuRunner
 from heedful.torch.eager.execute import Case, Run, address_of, as_results
 from heedful.torch.eager.kinds import Kinds, Sizes, at_lengths, of_call, of_tensor, with_numbers
-from heedful.torch.eager.pages import backward_of_pages
 from heedful.torch.operands.adapt import is_mappable
 
 _named = tuple.__new__
@@ -52,6 +50,8 @@ def prepare(
     check_device(device)
     if device_spec(device).vendor == "cpu":
         chosen = planned(problem, device, backend, notes)
+        from heedful.torch.eager.cpu_runner import CpuRunner
+
         decision(chosen)
         return CpuRunner(chosen)
     present = [index for index, tensor in enumerate(x) if tensor is not None]
@@ -256,6 +256,8 @@ class GatheredBackward:
 
     def __call__(self, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:
         """Gradients of the inputs, those of k and v in their pages, or None without kv_grad."""
+        from heedful.torch.eager.pages import backward_of_pages
+
         cotangents = (out, lse, dout, dlse)
         return backward_of_pages(self._run, x, self._plan.problem.seqlen_k, kv_grad, *cotangents)
 

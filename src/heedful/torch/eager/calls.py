@@ -43,10 +43,7 @@ from heedful.torch.eager.kinds import (
     of_tensor,
     with_sizes,
 )
-from heedful.torch.eager.recorded import recorder
-from heedful.torch.eager.saved import Backwards
 from heedful.torch.operands.adapt import adapt, adaptations, autocast, bias_gradient, cast_steps
-from heedful.torch.operands.apart import Apart
 from heedful.torch.operands.checks import (
     Grads,
     attention_call,
@@ -141,6 +138,8 @@ class Call:
         self.dropout = problem.dropout_p > 0
         own_seed = seed if self.dropout and isinstance(seed, Tensor) else None
         if out is not None:
+            from heedful.torch.operands.apart import Apart
+
             self.apart = Apart(dict(named_tensors(x, options, out, seed)), ("out",))
         self.casts = cast_steps(casts(described.x))
         x = adapt(x._replace(seed=own_seed), self.casts)
@@ -166,9 +165,14 @@ class Call:
         self.plain = not (self.steps or self.casts or self.dropout or self.checks or self.wanting)
         self.results = results_of(options)
         self.run_on = self.runner.run_on if self.plain and not (on_cpu or self.wants_grad) else None
-        self.backwards: Backwards | None = None
-        self.recorded: Any = problem.needs_grad and on_cpu and recorder(self, operands) or None
+        self.backwards: Any = None  # or Backwards
+        self.recorded: Any = None
         if problem.needs_grad:
+            # Calls without gradients do without.
+            from heedful.torch.eager.recorded import recorder
+            from heedful.torch.eager.saved import Backwards
+
+            self.recorded = recorder(self, operands) if on_cpu else None
             saved = x if x.seed is not None else x._replace(seed=operands.seed)
             self.backwards = Backwards(self.runner, saved, options)
 

@@ -1,18 +1,14 @@
 """The runner of a planned problem on CPU tensors."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from heedful.core.call.operands import Gradients, Operands
+from heedful.core.call.operands import Backward, Gradients, Operands
 from heedful.core.planning.plan import Plan
 from heedful.torch.base.forked import on_own_thread
-
-# (x, out, lse, dout, dlse=None, kv_grad=True) -> gradients of the inputs, for one layout of all
-# these. kv_grad: whether those of k and v are wanted; if not, they may be None.
-Backward = Callable[..., Gradients]
 
 
 class CpuRunner:

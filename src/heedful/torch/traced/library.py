@@ -19,7 +19,6 @@ from heedful.torch.base.dispatch import are_bare, has_shards, needs_dispatcher
 from heedful.torch.eager.calls import CALLS, Call, make, make_seed, results_of, returned
 from heedful.torch.eager.calls import attend as eager_attend
 from heedful.torch.eager.keys import named_tensors, tensor_keys
-from heedful.torch.eager.written import write
 from heedful.torch.operands.adapt import autocast, bias_gradient
 from heedful.torch.operands.checks import (
     attention_call,
@@ -31,14 +30,12 @@ from heedful.torch.operands.checks import (
     gradients_wanted,
 )
 from heedful.torch.operands.plain import plain_flag, plain_options, plain_seed
-from heedful.torch.traced import sharded
 from heedful.torch.traced.autograd_rules import (
     attention_autograd,
     backward_autograd,
     inference_autograd,
     no_second_derivative,
 )
-from heedful.torch.traced.batching import attention_vmap, backward_vmap, inference_vmap, seed_vmap
 from heedful.torch.traced.private import (
     constant_when_traced,
     keep_result,
@@ -112,6 +109,9 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
     plain, seed = plain_options(options), plain_seed(seed, x.q.device)
     check_seed(seed, x.q.device)
     if has_parts:
+        # Calls of plain tensors do without.
+        from heedful.torch.traced import sharded
+
         sharded.check_shards(plain, out, seed)
     device = x.q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
@@ -219,6 +219,8 @@ def _gradients(
     assert call.backwards is not None
     kept = *call.backwards.pick(x if call.plain else call.seeded(x, x.seed)), out, lse
     if places:
+        from heedful.torch.eager.written import write
+
         grads = write(call.backwards, kept, dout, dlse, places)
         assert grads is not None
         return grads
@@ -359,6 +361,8 @@ def _inference_fake(options_of, q, k, v, *args):
 
 
 def _inference_of_shards(options_of, op, args):
+    from heedful.torch.traced import sharded
+
     q, k, v, *rest = args
     return sharded.infer(op, Operands(q, k, v), options_of(*rest), tuple(rest))
 
@@ -407,6 +411,8 @@ def take_shards() -> None:
 
 @cache
 def _take_shards() -> None:
+    from heedful.torch.traced import sharded
+
     rules = {
         "attention_v10": sharded.attend,
         "attention_v10_backward": sharded.differentiate,
@@ -420,6 +426,19 @@ def _overload(name: str):
     """The operator that is defined as `name`."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.heedful, packet), overload or "default")
+
+
+def _batched(rule: str, *first: Any):
+    """The rule of this name in `batching`, which loads with the first vmap. first: its arguments
+    before torch's."""
+
+    @untraced
+    def batched(*args):
+        from heedful.torch.traced import batching
+
+        return getattr(batching, rule)(*first, *args)
+
+    return batched
 
 
 def _autocasting(name: str, count: int, device_type: str):
@@ -441,9 +460,12 @@ for _name, _kernel, _fake in (
 ):
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     register_fake(_name, _fake)
-torch.library.register_vmap("heedful::attention_v10", attention_vmap)
-torch.library.register_vmap("heedful::attention_v10_backward", backward_vmap)
-torch.library.register_vmap("heedful::kept_seed", seed_vmap)
+for _name, _rule in (
+    ("attention_v10", "attention_vmap"),
+    ("attention_v10_backward", "backward_vmap"),
+    ("kept_seed", "seed_vmap"),
+):
+    torch.library.register_vmap(f"heedful::{_name}", _batched(_rule))
 keep_result(torch.ops.heedful.kept_seed.default)
 LIBRARY.impl("attention_v10", partial(attention_autograd, _attention), "Autograd", with_keyset=True)
 LIBRARY.impl(
@@ -454,7 +476,7 @@ for _name, _options_of in _OVERLOADS.items():
     LIBRARY.impl(_name, partial(_inference, _options_of), "CompositeExplicitAutograd")
     LIBRARY.impl(_name, partial(_inference_autograd, _op, _options_of), "Autograd")
     register_fake(_name, partial(_inference_fake, _options_of))
-    torch.library.register_vmap(f"heedful::{_name}", partial(inference_vmap, _op))
+    torch.library.register_vmap(f"heedful::{_name}", _batched("inference_vmap", _op))
 for _device in ("cpu", "cuda"):
     # q, k, v and the bias of the one; q, k, v of the others.
     for _name, _tensors in (

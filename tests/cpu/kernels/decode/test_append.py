@@ -24,7 +24,7 @@ from heedful.launch.program import programs
 from heedful.torch.base.arrays import array_spec
 from heedful.torch.eager.cache_step import named
 from heedful.torch.eager.cache_update import update_cache
-from heedful.torch.operands.checks import cache_call
+from heedful.torch.operands.cache_checks import cache_call
 from support.problems.grids import in_turns
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 from support.runs.interpreter import interpret

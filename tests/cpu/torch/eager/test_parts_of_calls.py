@@ -23,7 +23,7 @@ from heedful.torch.eager import saved as saving
 from heedful.torch.eager.calls import CALLS, LRU, make_seed
 from heedful.torch.eager.keys import tensor_key
 from heedful.torch.eager.saved import Backwards, check_restored
-from heedful.torch.operands import adapt, checks
+from heedful.torch.operands import adapt, cache_checks, checks
 from heedful.torch.operands.plain import plain_length, plain_seed
 from heedful.torch.traced import private
 from support.runs.api import dense_problem
@@ -461,10 +461,10 @@ def test_traced_code_refuses_lengths_outside_of_the_cache_too(length, new, capac
     """In words without numbers, which a tracer has none of."""
     monkeypatch.setattr(checks, "is_compiling", lambda: True)
     with pytest.raises(ValueError, match="within the cache, with room for the new tokens$"):
-        checks.check_int_length(length, new, capacity)
+        cache_checks.check_int_length(length, new, capacity)
 
 
 @pytest.mark.parametrize("length, new, capacity", [(0, 0, 4), (4, 0, 4), (3, 1, 4), (0, 4, 4)])
 def test_traced_code_takes_lengths_up_to_the_cache_s_own(length, new, capacity, monkeypatch):
     monkeypatch.setattr(checks, "is_compiling", lambda: True)
-    checks.check_int_length(length, new, capacity)
+    cache_checks.check_int_length(length, new, capacity)

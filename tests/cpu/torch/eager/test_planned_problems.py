@@ -19,7 +19,7 @@ from heedful.core.call.operands import Operands
 from heedful.core.call.problem import AttentionProblem
 from heedful.torch.eager import backends
 from heedful.torch.eager.calls import CALLS
-from heedful.torch.operands.checks import lies_in
+from heedful.torch.operands.cache_checks import lies_in
 
 heedful: Any = typed
 

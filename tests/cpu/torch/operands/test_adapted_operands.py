@@ -11,7 +11,7 @@ from heedful.core.call.operands import Operands
 from heedful.core.call.problem import AttentionProblem, Lengths
 from heedful.torch.base.arrays import abstract_spec, array_spec, dtype_name
 from heedful.torch.eager import kinds
-from heedful.torch.operands import adapt, checks, values
+from heedful.torch.operands import adapt, cache_checks, checks, values
 from heedful.torch.traced import batching
 
 INT = torch.int32
@@ -120,36 +120,36 @@ def test_a_cache_call_is_described_with_its_update():
     out = torch.zeros(2, 5, 4, 8)
     for spec in (abstract_spec, array_spec):
         keywords = {} if spec is abstract_spec else {"spec": spec}
-        call, found = checks.cache_call(x, options, update, out, **keywords)
+        call, found = cache_checks.cache_call(x, options, update, out, **keywords)
         specs = Operands(*(None if t is None else spec(t) for t in x))
         assert call == AttentionCall(specs, options, out=spec(out))
         wanted = {name: spec(tensor) for name, tensor in {**new, **tables}.items()}
         wanted |= {"cache_seqlens": spec(lengths), "shared_prefix": tuple(map(spec, prefix))}
         assert found == CacheUpdate(**wanted)
     plain = CacheUpdate(cache_seqlens=4, rotary_interleaved=True)
-    call, found = checks.cache_call(x, options, plain, None)
+    call, found = cache_checks.cache_call(x, options, plain, None)
     assert found == plain and call.out is None
     for name in ("k", "v", "rotary_cos", "rotary_sin"):
         wrong = CacheUpdate(**{name: 3})
         words = f"{name} must be a torch.Tensor, got int (3)"
-        assert said(TypeError, checks.cache_call, x, options, wrong, None) == words
+        assert said(TypeError, cache_checks.cache_call, x, options, wrong, None) == words
         words = f"{name} must be on cpu like q, got meta"
         wrong = CacheUpdate(**{name: meta(2)})
-        assert said(ValueError, checks.cache_call, x, options, wrong, None) == words
+        assert said(ValueError, cache_checks.cache_call, x, options, wrong, None) == words
     for index in range(2):
         parts: list[Any] = list(prefix)
         parts[index] = meta(3, 2, 8)
         wrong = CacheUpdate(shared_prefix=tuple(parts))
         words = f"shared_prefix[{index}] must be on cpu like q, got meta"
-        assert said(ValueError, checks.cache_call, x, options, wrong, None) == words
+        assert said(ValueError, cache_checks.cache_call, x, options, wrong, None) == words
     words = "shared_prefix must be a tuple (k, v), got list"
     wrong = CacheUpdate(shared_prefix=list(prefix))
-    assert said(TypeError, checks.cache_call, x, options, wrong, None) == words
+    assert said(TypeError, cache_checks.cache_call, x, options, wrong, None) == words
 
 
 def test_values_lie_in_keys_where_both_begin_alike_and_step_alike():
     k = torch.zeros(2, 3, 1, 16)
-    assert checks.lies_in(k[..., :8], k) and checks.lies_in(k, k)
+    assert cache_checks.lies_in(k[..., :8], k) and cache_checks.lies_in(k, k)
     apart = {
         "later columns": k[..., 8:],
         "memory of their own": k[..., :8].clone(),
@@ -158,9 +158,9 @@ def test_values_lie_in_keys_where_both_begin_alike_and_step_alike():
         "another dtype": k.view(torch.int32)[..., :8],
         "nothing": k[..., :0],
     }
-    assert not [name for name, v in apart.items() if checks.lies_in(v, k)]
-    assert not checks.lies_in(k, k[..., :8])
-    assert not checks.lies_in(k[:0], k[:0])
+    assert not [name for name, v in apart.items() if cache_checks.lies_in(v, k)]
+    assert not cache_checks.lies_in(k, k[..., :8])
+    assert not cache_checks.lies_in(k[:0], k[:0])
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sink", "rel_bias"])
@@ -208,28 +208,28 @@ def test_an_output_is_no_part_of_autograd():
 def test_an_int_length_fits_the_cache_with_the_new_tokens(compiling, monkeypatch):
     monkeypatch.setattr(checks, "is_compiling", lambda: compiling)
     for fits in (0, 9):
-        checks.check_int_length(fits, 3, 12)
+        cache_checks.check_int_length(fits, 3, 12)
     for wrong in (-1, 10):
         words = "cache_seqlens must lie between 0 and 9 (a capacity of 12 for 3 new tokens)"
         words += f", got {wrong}"
         if compiling:
             words = "cache_seqlens must lie within the cache, with room for the new tokens"
-        assert said(ValueError, checks.check_int_length, wrong, 3, 12) == words
+        assert said(ValueError, cache_checks.check_int_length, wrong, 3, 12) == words
     update = CacheUpdate(rotary_cos=torch.zeros(20, 4))
-    checks.check_rotated_length(17, 17, update)
+    cache_checks.check_rotated_length(17, 17, update)
     words = "rotary_cos must have a row for each of the queries' 21 positions, got 20"
     if compiling:
         words = "rotary_cos must have a row for each of the queries' positions"
-    assert said(ValueError, checks.check_rotated_length, 18, 17, update) == words
+    assert said(ValueError, cache_checks.check_rotated_length, 18, 17, update) == words
 
 
 def test_keys_to_be_rotated_lie_apart_from_values():
     cache = torch.zeros(2, 3)
-    checks.check_apart(cache, cache.clone())
-    checks.check_apart(cache[:0], cache[:0])
-    checks.check_apart(cache[:, :1], cache[:, 1:])
+    cache_checks.check_apart(cache, cache.clone())
+    cache_checks.check_apart(cache[:0], cache[:0])
+    cache_checks.check_apart(cache[:, :1], cache[:, 1:])
     for shared in (cache[:, :2], cache[:, 1:], cache[1:]):
-        assert said(ValueError, checks.check_apart, cache, shared) == (
+        assert said(ValueError, cache_checks.check_apart, cache, shared) == (
             "rotary_cos must be None where v_cache shares the memory of k_cache (v would overwrite"
             " the rotated keys), got a tensor"
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from heedful.core.base import evaluated
 from heedful.core.base.frozen import dataclass
 
 
@@ -156,6 +157,27 @@ def test_what_is_computed_once_is_kept():
 def test_instances_may_be_compared_by_identity():
     assert Itself(1) != Itself(1) and len({Itself(1), Itself(1)}) == 2
     assert Nothing() == Nothing() and hash(Nothing()) == hash(Nothing())
+
+
+def test_classes_with_as_many_fields_share_what_is_compiled(monkeypatch):
+    """A process makes some forty classes before its first call."""
+
+    def made(*names: str, **defaults: int) -> Any:
+        body = {"__annotations__": dict.fromkeys(names, int), **defaults}
+        return dataclass(frozen=True)(type("Made", (), body))
+
+    first = made("one", "two")
+    monkeypatch.setattr(evaluated, "function", None)
+    assert repr(made("three", "four")(four=1, three=2)) == "Made(three=2, four=1)"
+    assert repr(made("names", "store", store=5)(7)) == "Made(names=7, store=5)"
+    assert repr(first(1, two=2)) == "Made(one=1, two=2)"
+
+
+def test_a_field_without_a_default_may_not_follow_one_with_a_default():
+    body = {"__annotations__": {"one": int, "two": int}, "one": 1}
+    for make in (dataclass, dataclasses.dataclass):
+        with pytest.raises(TypeError, match="default"):
+            make(frozen=True)(type("Made", (), dict(body)))
 
 
 def test_methods_of_the_class_are_kept():

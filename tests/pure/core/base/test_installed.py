@@ -71,6 +71,21 @@ def test_the_planner_sees_the_triton_of_every_distribution(device, site, name):
     assert device.toolchain().triton == (3, 7, 1)
 
 
+def test_to_plan_no_distribution_is_read(device, site, monkeypatch):
+    """That takes milliseconds of a first call, whose kernels may need no compiler."""
+    module(site, '__version__ = "3.7.1"\n')
+    monkeypatch.setattr(installed.metadata, "distributions", None)
+    assert device.toolchain().triton == (3, 7, 1)
+    with pytest.raises(TypeError):
+        installed.triton_version()
+
+
+def test_a_module_that_names_its_build_is_believed(site):
+    distribution(site, "triton", "3.9.0")
+    module(site, "__version__ = '3.9.0+git0123'\n")
+    assert installed.triton_version() == "3.9.0+git0123"
+
+
 def test_a_build_of_a_distribution_is_told_from_another(site):
     distribution(site, "pytorch-triton", "3.5.0+git0123")
     module(site, "__version__ = '3.5.0'\n")
