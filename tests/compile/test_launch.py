@@ -13,7 +13,7 @@ from heedful.core.base import installed
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
-from heedful.launch import compiler, record
+from heedful.launch import compiler, noted, record
 from heedful.launch.code import packs
 from heedful.launch.code.artifact import lay_out
 from heedful.launch.foreign import TensorMapParameter, describe
@@ -140,8 +140,8 @@ def test_a_recorded_list_reads_back_as_it_was_written(fresh):
     from heedful.launch.program.buffers import forward
 
     with record.record(fresh / "list.json"):
-        record.note(chosen, "forward", forward(PROBLEM))
-        record.note(chosen, "forward", forward(PROBLEM))
+        noted.note(chosen, "forward", forward(PROBLEM))
+        noted.note(chosen, "forward", forward(PROBLEM))
     (entry,) = record.load(fresh / "list.json")
     assert entry == record.Entry(PROBLEM, "forward", forward(PROBLEM), chosen.device)
     found, backends = kernels([entry], [by_name("H200")])

@@ -19,12 +19,12 @@ from typing import Any
 
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.device import DeviceSpec
-from heedful.core.base.forks import new_lock
 from heedful.core.base.frozen import dataclass
 from heedful.core.base.parsed import parsed
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import Plan
+from heedful.launch.noted import listening
 from heedful.launch.program import buffers as canonical
 
 FORMAT = 1
@@ -95,21 +95,6 @@ def _buffer(facts: dict) -> ArraySpec:
     )
 
 
-_lock = new_lock()
-_recorders: list[dict[str, Entry]] = []
-
-
-def note(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec], **options: Any) -> None:
-    """Adds an entry to every open recording; called wherever a program is bound."""
-    if not _recorders:
-        return
-    entry = Entry(plan.problem, direction, dict(buffers), plan.device, options)
-    key = json.dumps(entry.to_json())
-    with _lock:
-        for recorder in _recorders:
-            recorder[key] = entry
-
-
 @contextmanager
 def record(path: str | os.PathLike) -> Iterator[None]:
     """Writes the list of problems that the calls inside need, for `heedful prebuild`.
@@ -122,13 +107,15 @@ def record(path: str | os.PathLike) -> Iterator[None]:
     """
     entries: dict[str, Entry] = {}
     save(path, ())
-    with _lock:
-        _recorders.append(entries)
+
+    def add(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec], **options: Any) -> None:
+        entry = Entry(plan.problem, direction, dict(buffers), plan.device, options)
+        entries[json.dumps(entry.to_json())] = entry
+
     try:
-        yield
+        with listening(add):
+            yield
     finally:
-        with _lock:
-            _recorders[:] = [r for r in _recorders if r is not entries]
         save(path, entries.values())
         if not entries:
             words = f"no new call ran a GPU's kernels: the list of problems {path} is empty"

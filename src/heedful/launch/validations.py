@@ -16,7 +16,6 @@ from heedful.core.base import settings
 from heedful.core.base.device import DeviceSpec
 from heedful.core.base.parsed import parsed
 from heedful.launch.code import identity
-from heedful.launch.code.folder import Folder
 
 log = logging.getLogger("heedful.validation")
 
@@ -49,6 +48,8 @@ def write(device: DeviceSpec, backends: frozenset[str], date: str) -> Path:
     path = path_of(device)
     if settings.get("cache_read_only"):
         raise PermissionError("HEEDFUL_CACHE_READ_ONLY is set")
+    from heedful.launch.code.folder import Folder
+
     facts = {**_key(device), "backends": sorted(backends), "date": date}
     with Folder(path.parent, create=True) as folder:
         folder.write(path.name, json.dumps(facts, indent=1).encode())
@@ -61,6 +62,8 @@ def remove(device: DeviceSpec) -> None:
     with suppress(FileNotFoundError):
         path = path_of(device)
         if not settings.get("cache_read_only"):
+            from heedful.launch.code.folder import Folder
+
             with Folder(path.parent) as folder:
                 folder.remove(path.name)
     _read.cache_clear()
@@ -78,6 +81,10 @@ def validated(device: DeviceSpec) -> frozenset[str]:
 @cache
 def _read(device: DeviceSpec, path: Path) -> frozenset[str]:
     try:
+        if not path.exists():
+            return frozenset()
+        from heedful.launch.code.folder import Folder  # which most machines do without
+
         with Folder(path.parent) as folder:
             content = folder.read(path.name)
     except FileNotFoundError:

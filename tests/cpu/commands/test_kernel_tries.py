@@ -15,7 +15,7 @@ from heedful.core.base.device import by_name
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
-from heedful.launch import prebuild, record
+from heedful.launch import noted, prebuild
 from heedful.launch.code import packs, wheels
 from heedful.launch.program import buffers as canonical
 from heedful.launch.record import Entry
@@ -110,7 +110,7 @@ def stepping(monkeypatch, apart: float = 0.0, name: str = "train") -> list[str]:
             buffers = canonical.forward(entry.problem)
             if entry.direction == "backward":
                 buffers = canonical.backward(entry.problem)
-            record.note(plan(entry.problem, H200), entry.direction, buffers)
+            noted.note(plan(entry.problem, H200), entry.direction, buffers)
 
     jobs = [("Llama", object(), "sdpa", [SimpleNamespace(name=name, run=run)])]
     bench = SimpleNamespace(compare=compare, jobs=lambda: jobs, MOST_APART=0.05)

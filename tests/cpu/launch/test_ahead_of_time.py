@@ -4,6 +4,7 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.core.registry.capability import Toolchain
-from heedful.launch import compiler, foreign, prebuild, record
+from heedful.launch import compiler, foreign, noted, prebuild, record
 from heedful.launch.code import store
 from heedful.launch.code.artifact import lay_out
 from heedful.launch.code.identity import kernel_key
@@ -320,8 +321,8 @@ def test_a_kernel_is_compiled_in_another_process_as_in_this_one(monkeypatch):
 
 
 def test_nothing_is_noted_where_nobody_records(monkeypatch):
-    monkeypatch.setattr(record, "Entry", None)
-    record.note(None, "forward", {})  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(noted, "_lock", None)
+    noted.note(None, "forward", {})  # pyright: ignore[reportArgumentType]
 
 
 def test_a_recording_is_written_though_the_calls_inside_fail(tmp_path):
@@ -500,7 +501,8 @@ def test_a_tensor_map_is_aligned_in_the_memory_that_the_kernel_sees(base, offset
 
 
 def test_what_is_compiled_is_planned_for_the_triton_that_compiles_it(monkeypatch):
-    monkeypatch.setattr(installed, "triton_version", lambda: "3.6.1")
+    chosen = installed.Compiler("3.6.1", Path("/nowhere"))
+    monkeypatch.setattr(installed, "compiler", lambda: chosen)
     assert prebuild.compiling() == Toolchain(triton=(3, 6, 1))
-    monkeypatch.setattr(installed, "triton_version", lambda: None)
+    monkeypatch.setattr(installed, "compiler", lambda: None)
     assert prebuild.compiling() == Toolchain()

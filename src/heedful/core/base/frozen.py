@@ -45,60 +45,61 @@ def dataclass(
 
 
 def _init(cls: type, fields: Sequence[dataclasses.Field]) -> Callable[..., None]:
-    is_plain = all([one.init and one.default_factory is MISSING for one in fields])
-    init = (_plain_init if is_plain else _compiled_init)(fields, hasattr(cls, "__post_init__"))
+    """Code that classes with as many parameters share, under the names of these."""
+    parameters = [one for one in fields if one.init]
+    defaults = [_default(one) for one in parameters if _default(one) is not _NEEDED]
+    if _NEEDED in [_default(one) for one in parameters[len(parameters) - len(defaults) :]]:
+        raise TypeError("a field without a default follows one with a default")
+    names = tuple([one.name for one in parameters])
+    shared: Any = _shared_init(len(names), hasattr(cls, "__post_init__"))
+    code = shared.__code__.replace(co_varnames=("self", *names))
+    # torch.compile looks for builtins there, which `evaluated` has.
+    scope = {**shared.__globals__, "__names__": names, "__store__": _storing(fields)}
+    init = FunctionType(code, scope, argdefs=tuple(defaults))
     # Errors about arguments name it.
     init.__name__, init.__qualname__ = "__init__", f"{cls.__qualname__}.__init__"
     return init
 
 
-def _plain_init(fields: Sequence[dataclasses.Field], checks: bool) -> Callable[..., None]:
-    """Of fields that are all parameters, with constants for defaults: code that classes with as
-    many fields share, under the names of these."""
-    defaults = [one.default for one in fields if one.default is not MISSING]
-    if MISSING in [one.default for one in fields[len(fields) - len(defaults) :]]:
-        raise TypeError("a field without a default follows one with a default")
-    names = tuple([one.name for one in fields])
-    shared: Any = _shared_init(len(fields), checks)
-    code = shared.__code__.replace(co_varnames=("self", *names))
-    return FunctionType(code, {"__names__": names, "__store__": _store}, argdefs=tuple(defaults))
-
-
 @cache
 def _shared_init(count: int, checks: bool) -> Callable[..., None]:
-    """An __init__ of so many fields. checks: whether __post_init__ follows."""
-    fields = "".join([f"field{number}, " for number in range(count)])
-    lines = [f"__store__(self, __names__, ({fields}))"] + ["self.__post_init__()"] * checks
-    return evaluated.function(f"self, {fields}", lines, {})
+    """An __init__ of so many parameters. checks: whether __post_init__ follows."""
+    parameters = "".join([f"field{number}, " for number in range(count)])
+    lines = [f"__store__(self, __names__, ({parameters}))"] + ["self.__post_init__()"] * checks
+    return evaluated.function(f"self, {parameters}", lines, {})
+
+
+_NEEDED = object()
+
+
+def _default(one: dataclasses.Field) -> Any:
+    """The default of a parameter: MISSING where each instance has its own."""
+    if one.default is MISSING and one.default_factory is MISSING:
+        return _NEEDED
+    return one.default
+
+
+def _storing(fields: Sequence[dataclasses.Field]) -> Callable[..., None]:
+    """A function that stores values in fields of these names, and what the others begin with."""
+    makes = {one.name: one.default_factory for one in fields if one.default_factory is not MISSING}
+    rest = {one.name: one.default for one in fields if not one.init and one.default is not MISSING}
+    if not (makes or rest):
+        return _store
+
+    def store(self: object, names: Sequence[str], values: Sequence[Any]) -> None:
+        begun = rest | dict(zip(names, values, strict=True))
+        for name, make in makes.items():
+            if begun.get(name, MISSING) is MISSING:
+                begun[name] = make()
+        for name, value in begun.items():
+            object.__setattr__(self, name, value)
+
+    return store
 
 
 def _store(self: object, names: Sequence[str], values: Sequence[Any]) -> None:
     for name, value in zip(names, values, strict=True):
         object.__setattr__(self, name, value)
-
-
-def _compiled_init(fields: Sequence[dataclasses.Field], checks: bool) -> Callable[..., None]:
-    names: dict[str, Any] = {"object": object, "missing": MISSING}
-    parameters, lines = ["self"], []
-    for number, one in enumerate(fields):
-        value, default = one.name, f"default{number}"
-        if one.default_factory is not MISSING:
-            names[default] = one.default_factory
-            made = f"{default}()"
-            value = f"{made} if {value} is missing else {value}" if one.init else made
-            default = "missing"
-        elif one.default is not MISSING:
-            names[default] = one.default
-        elif one.init:
-            default = ""
-        else:
-            continue
-        if one.init:
-            parameters.append(f"{one.name}={default}" if default else one.name)
-        # In full: torch.compile does not know the function by another name.
-        lines.append(f"object.__setattr__(self, {one.name!r}, {value})")
-    lines += ["self.__post_init__()"] * checks
-    return evaluated.function(", ".join(parameters), lines, names)
 
 
 def _by(names: Sequence[str]) -> tuple[Callable, Callable]:

@@ -17,7 +17,6 @@ from heedful.core.base import settings
 from heedful.core.base.forks import new_lock
 from heedful.launch.code import store, wheels
 from heedful.launch.code.artifact import Artifact
-from heedful.launch.code.folder import Folder, NotTrusted
 from heedful.launch.code.manifest import MANIFEST, WheelFacts, manifest_text, read_manifest
 
 # Kernel key -> the pack's folder and the digest of the kernel's file there.
@@ -40,6 +39,8 @@ def write_pack(
     backends: whose kernels these are, and the version of the Triton that each is planned for.
     wheel: if a wheel is made of it. Raises OSError where that cannot be, and writes no manifest
     then."""
+    from heedful.launch.code.folder import Folder
+
     with Folder(path, private=False, create=True) as folder:
         files = {}
         for key, artifact in entries.items():
@@ -54,6 +55,8 @@ def load_pack(folder: str | os.PathLike) -> int:
     ValueError if the folder is no pack, belongs to neither this user nor root, or others may write
     to it or to a folder on the way: its files are native code.
     """
+    from heedful.launch.code.folder import Folder, NotTrusted  # which wheels do without
+
     path = Path(os.path.abspath(folder))
     try:
         with Folder(path, private=False) as opened:
@@ -113,6 +116,8 @@ def find(key: str) -> Artifact | None:
     load_default()
     if key not in _loaded:
         return _from_wheel(key, wheels.take)
+    from heedful.launch.code.folder import Folder
+
     path, digest = _loaded[key]
     name = f"{key}{store.SUFFIX}"
     try:

@@ -21,9 +21,9 @@ from heedful.core.call.storage import are_mappable, storage
 from heedful.core.planning.log import decision
 from heedful.core.planning.plan import Plan, plan, stored_as
 from heedful.launch.code import packs
+from heedful.launch.noted import note
 from heedful.launch.program.buffers import results
 from heedful.launch.program.programs import program, runnable
-from heedful.launch.record import note
 from heedful.torch.base.device import device_spec, toolchain
 from heedful.torch.base.dispatch import Likeness
 from heedful.torch.base.forked import check_device

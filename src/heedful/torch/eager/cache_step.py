@@ -12,9 +12,9 @@ from heedful.core.base.arrays import ArraySpec
 from heedful.core.call.arguments import CacheUpdate
 from heedful.core.call.operands import Operands
 from heedful.core.planning.plan import Plan
+from heedful.launch.noted import note
 from heedful.launch.program import programs
 from heedful.launch.program.buffers import results
-from heedful.launch.record import note
 from heedful.torch.base.arrays import array_spec
 from heedful.torch.eager.execute import Case, address_of, as_results
 from heedful.torch.operands.adapt import dense_rows

@@ -4,6 +4,7 @@ planning and runners with the eager path; this file only describes them to the d
 """
 
 from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -30,12 +31,6 @@ from heedful.torch.operands.checks import (
     gradients_wanted,
 )
 from heedful.torch.operands.plain import plain_flag, plain_options, plain_seed
-from heedful.torch.traced.autograd_rules import (
-    attention_autograd,
-    backward_autograd,
-    inference_autograd,
-    no_second_derivative,
-)
 from heedful.torch.traced.private import (
     constant_when_traced,
     keep_result,
@@ -346,6 +341,8 @@ def _inference_autograd(op, options_of, q, k, v, *args):
     options = options_of(*args)
 
     def below(*_):
+        from heedful.torch.traced.autograd_rules import inference_autograd
+
         return inference_autograd(op, options, (q, k, v, *args))
 
     if needs_dispatcher(q, k, v):
@@ -390,6 +387,8 @@ def _backward_fake(dout, dlse, out, lse, *args):
 
 
 def _second_backward(grad, shape, dtype):
+    from heedful.torch.traced.autograd_rules import no_second_derivative
+
     raise no_second_derivative()
 
 
@@ -428,17 +427,16 @@ def _overload(name: str):
     return getattr(getattr(torch.ops.heedful, packet), overload or "default")
 
 
-def _batched(rule: str, *first: Any):
-    """The rule of this name in `batching`, which loads with the first vmap. first: its arguments
-    before torch's."""
+def _rule(module: str, name: str, *first: Any):
+    """A rule of `autograd_rules` or `batching`, which load at the first call that they are for.
+    first: its arguments before torch's."""
 
     @untraced
-    def batched(*args):
-        from heedful.torch.traced import batching
+    def rule(*args):
+        made = import_module(f"heedful.torch.traced.{module}")
+        return getattr(made, name)(*first, *args)
 
-        return getattr(batching, rule)(*first, *args)
-
-    return batched
+    return rule
 
 
 def _autocasting(name: str, count: int, device_type: str):
@@ -460,23 +458,25 @@ for _name, _kernel, _fake in (
 ):
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     register_fake(_name, _fake)
-for _name, _rule in (
+for _name, _vmap in (
     ("attention_v10", "attention_vmap"),
     ("attention_v10_backward", "backward_vmap"),
     ("kept_seed", "seed_vmap"),
 ):
-    torch.library.register_vmap(f"heedful::{_name}", _batched(_rule))
+    torch.library.register_vmap(f"heedful::{_name}", _rule("batching", _vmap))
 keep_result(torch.ops.heedful.kept_seed.default)
-LIBRARY.impl("attention_v10", partial(attention_autograd, _attention), "Autograd", with_keyset=True)
-LIBRARY.impl(
-    "attention_v10_backward", partial(backward_autograd, _backward), "Autograd", with_keyset=True
-)
+for _name, _kernel, _autograd in (
+    ("attention_v10", _attention, "attention_autograd"),
+    ("attention_v10_backward", _backward, "backward_autograd"),
+):
+    _differentiating = _rule("autograd_rules", _autograd, _kernel)
+    LIBRARY.impl(_name, _differentiating, "Autograd", with_keyset=True)
 for _name, _options_of in _OVERLOADS.items():
     _op = _overload(_name)
     LIBRARY.impl(_name, partial(_inference, _options_of), "CompositeExplicitAutograd")
     LIBRARY.impl(_name, partial(_inference_autograd, _op, _options_of), "Autograd")
     register_fake(_name, partial(_inference_fake, _options_of))
-    torch.library.register_vmap(f"heedful::{_name}", _batched("inference_vmap", _op))
+    torch.library.register_vmap(f"heedful::{_name}", _rule("batching", "inference_vmap", _op))
 for _device in ("cpu", "cuda"):
     # q, k, v and the bias of the one; q, k, v of the others.
     for _name, _tensors in (

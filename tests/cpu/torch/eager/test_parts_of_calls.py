@@ -459,12 +459,12 @@ def test_one_tensor_in_two_places_is_another_layout_than_two(monkeypatch):
 @pytest.mark.parametrize("length, new, capacity", [(-1, 0, 4), (5, 0, 4), (4, 1, 4), (0, 5, 4)])
 def test_traced_code_refuses_lengths_outside_of_the_cache_too(length, new, capacity, monkeypatch):
     """In words without numbers, which a tracer has none of."""
-    monkeypatch.setattr(checks, "is_compiling", lambda: True)
+    monkeypatch.setattr(cache_checks, "is_compiling", lambda: True)
     with pytest.raises(ValueError, match="within the cache, with room for the new tokens$"):
         cache_checks.check_int_length(length, new, capacity)
 
 
 @pytest.mark.parametrize("length, new, capacity", [(0, 0, 4), (4, 0, 4), (3, 1, 4), (0, 4, 4)])
 def test_traced_code_takes_lengths_up_to_the_cache_s_own(length, new, capacity, monkeypatch):
-    monkeypatch.setattr(checks, "is_compiling", lambda: True)
+    monkeypatch.setattr(cache_checks, "is_compiling", lambda: True)
     cache_checks.check_int_length(length, new, capacity)

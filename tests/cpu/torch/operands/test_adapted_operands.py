@@ -206,7 +206,7 @@ def test_an_output_is_no_part_of_autograd():
 
 @pytest.mark.parametrize("compiling", [False, True])
 def test_an_int_length_fits_the_cache_with_the_new_tokens(compiling, monkeypatch):
-    monkeypatch.setattr(checks, "is_compiling", lambda: compiling)
+    monkeypatch.setattr(cache_checks, "is_compiling", lambda: compiling)
     for fits in (0, 9):
         cache_checks.check_int_length(fits, 3, 12)
     for wrong in (-1, 10):

@@ -30,7 +30,7 @@ from heedful.core.base import installed
 from heedful.core.base.device import by_name
 from heedful.core.planning.plan import plan
 from heedful.core.call.problem import AttentionProblem
-from heedful.launch import record
+from heedful.launch import noted, record
 from heedful.launch import compiler
 from heedful.launch.code.artifact import Artifact
 from heedful.launch.spec import KernelCall, KernelRef
@@ -54,7 +54,7 @@ thread = threading.Thread(target=compiler.artifact, args=(call, "sm_90"))
 thread.start()
 begun.wait()
 # As another thread may be anywhere at the fork.
-for lock in (compiler._guard, record._lock):
+for lock in (compiler._guard, noted._lock):
     lock.acquire()
 child = os.fork()
 if child == 0:
@@ -62,9 +62,9 @@ if child == 0:
     # Of the same architecture, too: the parent compiles it under a lock among processes.
     assert compiler.artifact(call, arch).code == b"code"
     with record.record(os.path.join(sys.argv[1], "list.json")):
-        record.note(plan(AttentionProblem.dense(1, 8, 8, 1), by_name("H200")), "forward", {})
+        noted.note(plan(AttentionProblem.dense(1, 8, 8, 1), by_name("H200")), "forward", {})
     os._exit(0)
-for lock in (compiler._guard, record._lock):
+for lock in (compiler._guard, noted._lock):
     lock.release()
 if arch == "sm_90":
     time.sleep(1.0)
