@@ -23,7 +23,7 @@ from heedful.torch.eager import saved as saving
 from heedful.torch.eager.calls import CALLS, LRU, make_seed
 from heedful.torch.eager.keys import tensor_key
 from heedful.torch.eager.saved import Backwards, check_restored
-from heedful.torch.operands import adapt, cache_checks, checks
+from heedful.torch.operands import adapt, cache_checks
 from heedful.torch.operands.plain import plain_length, plain_seed
 from heedful.torch.traced import private
 from support.runs.api import dense_problem
