@@ -3,8 +3,6 @@
 `import heedful` imports no framework; the public names are PyTorch's and load on first use.
 """
 
-from heedful.core.base import late as _late
-
 __version__ = "0.2.0"
 
 # Name -> module that defines it.
@@ -45,4 +43,12 @@ if TYPE_CHECKING:
 else:
     __all__ = ["__version__", *_PUBLIC]
 
-__getattr__, __dir__ = _late.names(globals(), _PUBLIC)
+
+def __getattr__(name: str):
+    from heedful.core.base.late import load
+
+    return load(globals(), _PUBLIC, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

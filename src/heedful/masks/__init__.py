@@ -7,8 +7,6 @@ compiled for a mask. All but `from_flashmask` also run where calls are traced or
 gives another array by position, a `rel_bias`.
 """
 
-from heedful.core.base import late as _late
-
 # Name -> module that defines it.
 _PUBLIC = {
     "BlockMask": "heedful.masks.block_mask",
@@ -37,4 +35,12 @@ if TYPE_CHECKING:
 else:
     __all__ = [*_PUBLIC]
 
-__getattr__, __dir__ = _late.names(globals(), _PUBLIC)
+
+def __getattr__(name: str):
+    from heedful.core.base.late import load
+
+    return load(globals(), _PUBLIC, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

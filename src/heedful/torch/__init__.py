@@ -1,8 +1,6 @@
 """Attention for PyTorch. Names load on first use, so that a first call waits for what it needs
 alone; operators are registered by the import."""
 
-from heedful.core.base import late as _late
-
 # For what it registers.
 from heedful.torch.traced import library as _operators  # noqa: F401
 
@@ -54,4 +52,12 @@ if TYPE_CHECKING:
 else:
     __all__ = [*_PUBLIC]
 
-__getattr__, __dir__ = _late.names(globals(), _PUBLIC)
+
+def __getattr__(name: str):
+    from heedful.core.base.late import load
+
+    return load(globals(), _PUBLIC, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -43,6 +43,7 @@ def beside(monkeypatch):
     """Installs a wheel of keys beside an older Triton, or beside none; nothing is compiled."""
     wanted = kernels(LISTED)
     forget(monkeypatch)
+    monkeypatch.setitem(heedful.counters, "compiles", 0)
     monkeypatch.setattr(wheels, "_looked", True)
     monkeypatch.setattr(inside, "ROOT", Path("/no/checkout"))
     problems = SimpleNamespace(entries=lambda: LISTED, UNLISTED=[OTHER])

@@ -67,8 +67,8 @@ def _source(file: str) -> tuple[str, frozenset[str]]:
     a first call reads some forty files, and as many objects of pathlib would take longer."""
     with open(file, "rb") as opened:
         content = opened.read()
-    found = [_imported(*names) for names in _IMPORT.findall(b"\n" + content)]
-    return hashlib.sha256(content).hexdigest(), frozenset().union(*found)
+    files = [_imported(*names) for names in _IMPORT.findall(b"\n" + content)]
+    return hashlib.sha256(content).hexdigest(), frozenset().union(*files)
 
 
 @cache
