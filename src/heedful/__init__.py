@@ -3,6 +3,9 @@
 `import heedful` imports no framework; the public names are PyTorch's and load on first use.
 """
 
+import gc
+import importlib
+
 __version__ = "0.2.0"
 
 # Name -> module that defines it.
@@ -44,11 +47,25 @@ else:
     __all__ = ["__version__", *_PUBLIC]
 
 
-def __getattr__(name: str):
-    from heedful.core.base.late import load
+def _imported(name: str):
+    """A public name, with no collection meanwhile: what an import makes stays, and to go through
+    all of torch's objects would be 65 ms of a first call."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    finally:
+        if was_on:
+            gc.enable()
 
-    return load(globals(), _PUBLIC, name)
+
+def __getattr__(name: str):
+    if name in _PUBLIC:
+        value = _imported(name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'heedful' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    return sorted([*globals(), *_PUBLIC])

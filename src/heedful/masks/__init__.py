@@ -7,6 +7,8 @@ compiled for a mask. All but `from_flashmask` also run where calls are traced or
 gives another array by position, a `rel_bias`.
 """
 
+from heedful.core.base.late import load as _load
+
 # Name -> module that defines it.
 _PUBLIC = {
     "BlockMask": "heedful.masks.block_mask",
@@ -37,9 +39,7 @@ else:
 
 
 def __getattr__(name: str):
-    from heedful.core.base.late import load
-
-    return load(globals(), _PUBLIC, name)
+    return _load(globals(), _PUBLIC, name)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,8 @@
 """Attention for PyTorch. Names load on first use, so that a first call waits for what it needs
 alone; operators are registered by the import."""
 
+from heedful.core.base.late import load as _load
+
 # For what it registers.
 from heedful.torch.traced import library as _operators  # noqa: F401
 
@@ -54,9 +56,7 @@ else:
 
 
 def __getattr__(name: str):
-    from heedful.core.base.late import load
-
-    return load(globals(), _PUBLIC, name)
+    return _load(globals(), _PUBLIC, name)
 
 
 def __dir__() -> list[str]:
