@@ -13,6 +13,7 @@ What is recorded only computes nothing: outputs keep the poison that all new mem
 
 import ctypes
 import importlib
+import pkgutil
 import re
 import struct
 import sys
@@ -20,11 +21,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 from unittest import mock
 
 import torch
 
+import heedful.torch
 from heedful.core.base.arrays import item_bytes
 from heedful.core.base.device import by_name
 from heedful.core.registry import configs
@@ -318,7 +321,7 @@ def gpu(
         def put(owner, attribute, value):
             stack.enter_context(mock.patch.object(owner, attribute, value))
 
-        for module in (*_MODULES, *_loaded("heedful.torch.")):
+        for module in (*_MODULES, *_modules()):
             for attribute, value in stand_ins.items():
                 if attribute in vars(module) and vars(module)[attribute] is not value:
                     put(module, attribute, value)
@@ -347,6 +350,11 @@ def _with_tiles(choose, tiles: TileConfig):
     return chosen
 
 
-def _loaded(prefix: str) -> list:
-    found = [module for name, module in list(sys.modules.items()) if name.startswith(prefix)]
+@cache
+def _modules() -> list[Any]:
+    """All modules of heedful.torch, which load now: one that loads while names are replaced would
+    keep what replaces them."""
+    for found in pkgutil.walk_packages(heedful.torch.__path__, "heedful.torch."):
+        importlib.import_module(found.name)
+    found = [module for name, module in sys.modules.items() if name.startswith("heedful.torch.")]
     return [module for module in found if module not in _MODULES]

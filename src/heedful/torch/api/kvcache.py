@@ -165,16 +165,16 @@ def flash_attn_with_kvcache(
     dispatched = needs_dispatcher(q, k_cache, v_cache)
     if dispatched or window_size is not UNBOUNDED:
         window_size = plain_window(window_size)
-    more = numerics, sm_margin
-    backend = backend if numerics is sm_margin is None else with_numerics(backend, *more)
+    if numerics is not None or sm_margin is not None:
+        backend = with_numerics(backend, numerics, sm_margin)
     if key_ranges is not None:
         backend, key_ranges = with_documents(backend, key_ranges)
     if not dispatched and any_autocast() and is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k_cache, k, v)
-    scores = softmax_scale, causal, window_size, softcap
+    values = softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits
+    values += return_softmax_lse, backend
     places = cache_seqlens, cache_batch_idx, cache_leftpad, block_table
     scales = k_descale, v_descale, k_shift, v_shift
-    values = (*scores, rotary_interleaved, num_splits, return_softmax_lse, backend)
     tensors = (
         q,
         k_cache,

@@ -115,12 +115,10 @@ class Likeness:
         are the same; else None. Strides of dims of one element do not matter."""
         tensors = self.pick(values)
         addresses = [*map(Tensor.data_ptr, tensors)]
-        if 0 in addresses or reduce(or_, addresses) & 15 or not self.alike(*tensors):
-            return None
-        for place in self._dense:
-            if not values[place].is_contiguous():
-                return None
-        return addresses
+        fits = not (0 in addresses or reduce(or_, addresses) & 15) and self.alike(*tensors)
+        if fits and self._dense:
+            fits = all([values[place].is_contiguous() for place in self._dense])
+        return addresses if fits else None
 
 
 def is_bare(tensor: Tensor) -> bool:

@@ -175,8 +175,8 @@ class GpuRunner:
                 return self.once_on(self._numbers, addresses)
             run = self.run = self.case.bind(self._numbers)
         made = run(addresses)
-        if out is None and len(made) == 1:
-            return made[0], None, None
+        if out is None and len(made) < 3 and not self._like.keeps_rest:
+            return made[0], made[1] if len(made) == 2 else None, None
         return as_results(made, self._like.keeps_rest, out)
 
     def once_on(self, numbers: Sequence[Any], addresses: list[int]):

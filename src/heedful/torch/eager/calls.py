@@ -103,6 +103,7 @@ class Call:
     with probabilities or largest scores, too. apart: checks that the caller's `out` does not
     overlap inputs. run_on: the results of a call that is one program on a GPU, from the addresses
     of the operands that are there; None for others. wants_grad: whether a backward follows.
+    saved_on: `run_on` of a call that one follows.
     recorded: out of a call whose gradients torch's autograd makes, from the caller's tensors and
     seed; None for others. likeness: recognises operands of this kind. backwards: the backward of
     the saved tensors; None if nothing wants a gradient. wanting: whether an operand requires a
@@ -111,7 +112,8 @@ class Call:
 
     __slots__ = (
         *("apart", "backwards", "casts", "checks", "dropout", "forward", "kind", "likeness"),
-        *("plain", "recorded", "results", "run_on", "runner", "steps", "wanting", "wants_grad"),
+        *("plain", "recorded", "results", "run_on", "runner", "saved_on", "steps", "wanting"),
+        *("wants_grad",),
     )
 
     def __init__(
@@ -154,9 +156,8 @@ class Call:
         self.wants_grad = grad[0]
         self.likeness: Any = None
         self.kind = options.kind
-        self.forward = self.runner.forward
-        if plan.backend == "sdpa":
-            self.forward = partial(_dense_forward, self.runner.forward)
+        forward: Any = self.runner.forward
+        self.forward = partial(_dense_forward, forward) if plan.backend == "sdpa" else forward
         on_cpu = plan.device.vendor == "cpu"
         places = indices(x) if on_cpu else (x.block_table, x.block_rows)
         wanted = on_cpu or settings.get("check_pages")
@@ -164,7 +165,9 @@ class Call:
         self.wanting = bool(wanting(x))
         self.plain = not (self.steps or self.casts or self.dropout or self.checks or self.wanting)
         self.results = results_of(options)
-        self.run_on = self.runner.run_on if self.plain and not (on_cpu or self.wants_grad) else None
+        launched = self.runner.run_on if self.plain and not on_cpu else None
+        self.run_on: Any = None if self.wants_grad else launched
+        self.saved_on: Any = launched if self.wants_grad else None
         self.backwards: Any = None  # or Backwards
         self.recorded: Any = None
         if problem.needs_grad:
@@ -204,6 +207,7 @@ class Call:
         call.steps, call.wanting, call.wants_grad = self.steps, self.wanting, self.wants_grad
         call.runner, call.forward = runner, runner.forward
         call.run_on = None if self.run_on is None else runner.run_on
+        call.saved_on = None if self.saved_on is None else runner.run_on
         call.likeness = call.backwards = call.apart = call.recorded = None
         if self.backwards is not None:
             call.backwards = self.backwards.at(runner, x)
@@ -354,6 +358,9 @@ def attend(q, k, v, x: Any, options: Options, out, seed, otherwise: Callable[...
             call.apart.check(addresses)
             out, lse, probs = call.run_on(addresses[:-1], out)
         return out if call.results == 0 else returned(call.results, out, lse, probs)
+    if addresses is not None and out is None and call.saved_on is not None:
+        others = (None, None, None) if x is None else (x.bias, x.sink, x.rel_bias)
+        return _apply(call, x, None, addresses, q, k, v, *others)
     if call is None:
         is_known = key is not None and seed is None and key[0][0] in PLAIN
         plain = options if is_known else plain_options(options)
@@ -368,14 +375,14 @@ def attend(q, k, v, x: Any, options: Options, out, seed, otherwise: Callable[...
             PLAIN.of(base)
         call = make(key, x, options, gradients_wanted(x), out, seed, base)
         if key is None and call.wants_grad:
-            return Attention.apply(call, x, seed, q, k, v, x.bias, x.sink, x.rel_bias)
+            return Attention.apply(call, x, seed, None, q, k, v, x.bias, x.sink, x.rel_bias)
     # It is run.
     if x is None:
         x = _new(Operands, (q, k, v, *ABSENT))
     if call.wants_grad:
         if call.recorded is not None and (made := call.recorded(x, seed)) is not None:
             return made
-        return _apply(call, x, seed, q, k, v, x.bias, x.sink, x.rel_bias)
+        return _apply(call, x, seed, None, q, k, v, x.bias, x.sink, x.rel_bias)
     if out is not None:
         call.apart.check([t.data_ptr() for _, t in named_tensors(x, options, out, seed)])
     x = x if call.plain else call.operands(x, seed)
@@ -394,9 +401,7 @@ def find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[_Fou
         records, longest, usual = is_grad_enabled(), options[_LONGEST], out is None and seed is None
         types = map(type, options[NUMBERS] if x is None else options[NUMBERS] + x)
         base = (records, options[0], options[3:], *types)
-        latest_key: Any = (base, longest)
-        if not usual:
-            latest_key += type(out), type(seed), q.shape
+        latest_key: Any = (base, longest) + (() if usual else (type(out), type(seed), q.shape))
         if not bases:
             call = CALLS.latest.get(latest_key)
             if call is not None and usual and x is None:
@@ -481,20 +486,24 @@ class Attention(Function):
     """Attention under eager autograd."""
 
     @staticmethod
-    def forward(ctx, call: Call, x: Operands, seed, q, k, v, bias, sink, rel_bias):
-        """q, k, v, bias, sink and rel_bias are those of x: autograd sees only arguments."""
+    def forward(ctx, call: Call, x: Operands | None, seed, addresses, q, k, v, *others):
+        """q, k, v and the others, which are bias, sink and rel_bias, are those of x: autograd sees
+        only arguments. x: None if there are no others. addresses: of the operands, if the call
+        takes them as they are."""
         ctx.set_materialize_grads(False)
-        operands = x
-        if not call.plain:
-            operands = call.seeded(x, seed)
-            x = call.laid_out(operands)
-        out, lse, probs = call.forward(x)
-        backwards: Any = call.backwards  # there are some of each call that wants a gradient
-        ctx.backwards = backwards
-        if bias is not None:
-            ctx.bias = bias.shape
-        # The caller's tensors: a hook should not store what a stride of 0 repeats.
-        ctx.save_for_backward(*backwards.pick(operands), out, lse)
+        ctx.backwards = backwards = call.backwards
+        # The caller's tensors are saved: a hook should not store what a stride of 0 repeats.
+        if addresses is not None:
+            saved = (q, k, v) if x is None else backwards.pick(x)
+            out, lse, probs = call.saved_on(addresses)
+        else:
+            operands = x or Operands(q, k, v)
+            if not call.plain:
+                operands = call.seeded(operands, seed)
+            saved = backwards.pick(operands)
+            out, lse, probs = call.forward(operands if call.plain else call.laid_out(operands))
+        ctx.bias = others[0] is not None and others[0].shape
+        ctx.save_for_backward(*saved, out, lse)
         if call.results == 0:
             return out
         results = returned(call.results, out, lse, probs)
@@ -513,11 +522,11 @@ class Attention(Function):
             gradients = backwards.like_latest((*saved, dout))
         if gradients is None:
             needed = ctx.needs_input_grad
-            gradients = backwards(saved, dout, dlse, needed[4] or needed[5])
+            gradients = backwards(saved, dout, dlse, needed[5] or needed[6])
         dq, dk, dv, dbias, dsink, drel_bias = gradients
         if dbias is not None:
             dbias = on_own_thread(bias_gradient, dbias, ctx.bias)
-        return None, None, None, dq, dk, dv, dbias, dsink, drel_bias
+        return None, None, None, None, dq, dk, dv, dbias, dsink, drel_bias
 
 
 _apply = bare_apply(Attention)

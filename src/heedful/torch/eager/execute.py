@@ -263,8 +263,6 @@ def as_results(made: list[Any], keeps_rest: bool, out: Any = None) -> Any:
     it. lse: a pair with its rest if that is kept."""
     if out is not None:
         made = [out, *made]
-    elif len(made) == 2 and not keeps_rest:
-        return made[0], made[1], None
     if keeps_rest:
         made[1:3] = [(made[1], made[2])]
     return (*made, None, None)[:3]

@@ -10,7 +10,6 @@ from torch import Tensor, are_deterministic_algorithms_enabled, is_grad_enabled
 from torch.autograd import Function, forward_ad
 
 from heedful.core.call.arguments import ABSENT, NUMBERS, Options, new_options
-from heedful.core.call.operands import Operands
 from heedful.torch.base.dispatch import (
     Likeness,
     any_autocast,
@@ -86,8 +85,8 @@ def _launched(run_on: Any, _: Sequence[Tensor], addresses: list[int]) -> Tensor:
     return run_on(addresses)[0]
 
 
-def _recorded(call: Any, qkv: Sequence[Tensor], _: list[int]) -> Tensor:
-    return _apply(call, None, None, *qkv)
+def _recorded(call: Any, qkv: Sequence[Tensor], addresses: list[int]) -> Tensor:
+    return _apply(call, None, None, None if call.saved_on is None else addresses, *qkv)
 
 
 def _latest(qkv: Sequence[Tensor], options: Options) -> Any:
@@ -103,16 +102,16 @@ class HeadsFirst(Function):
     """`Attention` of q, k and v (batch, heads, rows, dim) alone, with their gradients."""
 
     @staticmethod
-    def forward(ctx, call, x, seed, q, k, v):
+    def forward(ctx, call, x, seed, addresses, q, k, v):
         """x and seed are None: arguments lie where those of `Attention` do."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return Attention.forward(ctx, call, Operands(q, k, v), seed, q, k, v, None, None, None)
+        return Attention.forward(ctx, call, x, seed, addresses, q, k, v, None, None, None)
 
     @staticmethod
     def backward(ctx, dout):
-        dq, dk, dv = Attention.backward(ctx, dout)[3:6]
+        dq, dk, dv = Attention.backward(ctx, dout)[4:7]
         turned = [None if x is None else x.transpose(1, 2) for x in (dq, dk, dv)]
-        return None, None, None, *turned
+        return None, None, None, None, *turned
 
 
 _apply = bare_apply(HeadsFirst)
