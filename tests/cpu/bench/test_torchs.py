@@ -28,6 +28,23 @@ def test_both_calls_are_right_and_timed(backward):
     assert all(len(result) == (3 if backward else 1) for result in results)
 
 
+@pytest.mark.parametrize("batch", [1, 2, 4])
+@pytest.mark.parametrize("heads_k", [1, 2, 4])
+def test_torchs_call_shares_heads_of_keys_whatever_the_batch(batch, heads_k, monkeypatch):
+    """As many entries as there are heads of queries or of keys, too."""
+    asked, sdpa = [], F.scaled_dot_product_attention
+
+    def noted(*given, **options):
+        asked.append(options["enable_gqa"])
+        return sdpa(*given, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    q, k, v = torchs.Shape(batch, 32, 4, heads_k, 16, True).draw(CPU, False)
+    found = torchs.torchs(q.float(), k.float(), v.float(), True)
+    torch.testing.assert_close(found, torchs.ours(q.float(), k.float(), v.float(), True))
+    assert asked == [heads_k < 4]
+
+
 def test_a_wrong_result_has_no_figure(monkeypatch):
     monkeypatch.setattr(torchs, "torchs", lambda q, k, v, causal: q * 2)
     lines = [*torchs.device_table(CPU, [SMALL, SMALL], 5)]

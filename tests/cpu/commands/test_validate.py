@@ -157,6 +157,24 @@ def test_every_problem_of_a_gpus_grid_can_be_built_and_planned(entry):
     assert not packs.backends()
 
 
+@pytest.mark.parametrize("entry", grid.grid(), ids=lambda entry: entry.name)
+def test_a_problem_of_a_gpus_grid_has_the_arrays_that_it_says(entry):
+    built = grid.build(entry, CPU)
+    problem, x = built.problem, built.x
+    said = {"seqused_q": problem.used_q, "seqused_k": problem.used_k, "sink": problem.sink}
+    said |= {"cu_seqlens_q": problem.varlen_q, "cu_seqlens_k": problem.varlen_k}
+    said |= {"block_table": problem.page_size, "alibi_slopes": problem.alibi}
+    said |= {"bias": problem.bias, "block_rows": problem.block_mask, "tree_mask": problem.tree_mask}
+    said |= {"key_ranges": problem.key_ranges, "leftpad_k": problem.leftpad_k}
+    assert {name: getattr(x, name) is not None for name in said} == {
+        name: bool(fact) for name, fact in said.items()
+    }
+    if problem.used_k:
+        # Sequences of several lengths, the longest of all keys.
+        assert x.seqused_k.amax() == problem.seqlen_k
+        assert problem.batch == 1 or len(x.seqused_k.unique()) > 1
+
+
 def test_the_grid_has_every_dtype_of_a_kernel_that_waits_for_it():
     """What passes is chosen unasked from then on, in all its dtypes."""
     waiting = {dtype for row in capability.VARIANTS if not row.by_default for dtype in row.dtypes}

@@ -48,6 +48,17 @@ def test_a_block_mask_and_its_gradients_are_those_of_the_mask_that_it_was_made_o
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5)
 
 
+def test_a_block_mask_over_no_keys_shows_none_and_gradients_are_0():
+    q, k, v = inputs()
+    block_mask = BlockMask.of(drawn()[..., :0], side=SIDE)
+    call = partial(heedful.jax.flash_attn_func, block_mask=block_mask, return_lse=True)
+    out, lse = call(q, k[:, :0], v[:, :0])
+    assert out.shape == q.shape and not out.any() and jnp.isneginf(lse).all()
+    grads = jax.grad(partial(loss, block_mask=block_mask), (0, 1, 2))(q, k[:, :0], v[:, :0])
+    assert [g.shape for g in grads] == [q.shape, k[:, :0].shape, v[:, :0].shape]
+    assert not grads[0].any()
+
+
 def test_makers_with_a_capacity_run_under_jit_and_say_where_it_was_too_small():
     mask = drawn()
     make = jax.jit(lambda m, count: BlockMask.of(m, side=SIDE, capacity=count), static_argnums=1)

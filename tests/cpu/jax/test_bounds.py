@@ -208,6 +208,26 @@ def test_an_error_that_they_look_for_is_found_and_named(flag, value):
         jax.config.update(flag, False)
 
 
+@pytest.mark.parametrize("within", [lambda call: call, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("flag", "value"), [("jax_debug_infs", jnp.inf), ("jax_debug_nans", jnp.nan)]
+)
+def test_what_jax_itself_finds_in_a_new_program_has_the_name_of_our_primitive(flag, value, within):
+    """JAX looks at programs that are compiled under its flags, and runs anew what has an error."""
+    q, k, v = inputs()
+    v = v.at[0, 0, 0, 0].set(value)
+    registration._compiled.cache_clear()
+    jax.clear_caches()
+    jax.config.update(flag, True)
+    try:
+        with pytest.raises(FloatingPointError, match=r"encountered in heedful_attention(\n|$)"):
+            within(hj.flash_attn_func)(q, k, v)
+    finally:
+        jax.config.update(flag, False)
+        registration._compiled.cache_clear()
+        jax.clear_caches()
+
+
 def test_one_wrong_result_of_several_is_found():
     fine, wrong = jnp.zeros(3), jnp.array([0.0, jnp.nan])
     primitive = jax.extend.core.Primitive("ours")

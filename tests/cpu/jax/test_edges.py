@@ -285,6 +285,23 @@ def test_as_many_pages_are_numbered_as_keys_fill_and_each_of_them_exists():
         np.testing.assert_array_equal(numbers, np.array([[3, 1, 2], [1, 4, 0]])[:, :count])
 
 
+@pytest.mark.parametrize("pads", [(0, 0), (1, 3), (5, 6)], ids=str)
+def test_keys_of_a_step_are_those_from_the_left_padding_to_the_last_new_token(pads):
+    lengths, new = (5, 6), 2
+    q, k, v = some(2, new, 4, 8), some(2, new, 2, 8), some(2, new, 2, 8)
+    caches = some(2, 12, 2, 8), some(2, 12, 2, 8, seed=1)
+    more: dict[str, Any] = {"cache_seqlens": jnp.array(lengths)}
+    more |= {"cache_leftpad": jnp.array(pads), "k": k, "v": v}
+    out, *_ = hj.flash_attn_with_kvcache(q, *caches, causal=True, **more)
+    for b, (pad, length) in enumerate(zip(pads, lengths, strict=True)):
+        keys, values = (
+            jnp.concatenate([cache[b, pad:length], tokens[b]])[None]
+            for cache, tokens in zip(caches, (k, v), strict=True)
+        )
+        want = hj.flash_attn_func(q[b : b + 1], keys, values, causal=True)
+        np.testing.assert_allclose(out[b : b + 1], want, atol=2e-6)
+
+
 def test_new_tokens_lie_in_their_pages_and_nowhere_else():
     """At the ends of pages, one before and one behind; of rows that are padded, none."""
     cache, new = jnp.zeros((6, 4, 1, 2)), some(4, 2, 1, 2)

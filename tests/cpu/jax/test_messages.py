@@ -59,6 +59,11 @@ def test_a_message_has_each_parameter_of_a_launch_in_order():
     assert values[8:] == (0.15625, 1)
 
 
+def test_what_is_no_parameter_of_a_kernel_is_named():
+    with pytest.raises(TypeError, match=r"no parameter of a kernel: 'text'"):
+        triton_call._parameter("text", 0)
+
+
 @pytest.mark.parametrize("target, capability", [("cuda:90", [90]), ("hip:gfx942", None)])
 def test_a_message_has_the_code_and_its_sizes(target, capability):
     call = call_of(target=target)

@@ -107,6 +107,15 @@ def test_compat_differentiates_the_log_sum_exp():
     assert float(jnp.abs(grad).max()) > 0
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_compat_names_the_operand_that_is_wrong(name):
+    bounds = {f"cu_seqlens_{side}": jnp.arange(4, dtype=jnp.int32) for side in ("q", "kv")}
+    for wrong, error in (("text", TypeError), (jnp.ones((3, 4)), ValueError)):
+        given: dict[str, Any] = dict(zip("qkv", inputs(), strict=True)) | bounds | {name: wrong}
+        with pytest.raises(error, match=f"^{name} must be"):
+            compat.flash_attn_func(**given)
+
+
 def test_compat_takes_packed_and_padded_sequences():
     q, k, v = inputs()
     rows = [t.reshape(-1, *t.shape[2:]) for t in (q, k, v)]

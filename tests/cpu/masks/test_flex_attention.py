@@ -42,6 +42,15 @@ def test_masks_agree_with_torchs_flex_attention_and_so_do_their_gradients(mask):
     torch.testing.assert_close(*grads)
 
 
+def test_a_backend_is_chosen_by_the_options_of_kernels():
+    q, k, v = inputs()
+    options = {"BACKEND": "cpu"}
+    assert torch.equal(flex_attention(q, k, v, kernel_options=options), flex_attention(q, k, v))
+    assert options == {"BACKEND": "cpu"}
+    with pytest.raises(ValueError, match="^backend must be .* got 'none'"):
+        flex_attention(q, k, v, kernel_options={"BACKEND": "none"})
+
+
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("size", [32, (64, 128), 256])
 def test_a_block_mask_of_torch_is_its_function(mask, size):

@@ -263,6 +263,26 @@ def test_a_layer_that_came_before_gives_what_a_new_one_gives():
     assert all(torch.equal(one, found[0][0]) for one in alone)
 
 
+@interpreted
+@pytest.mark.parametrize("records", [False, True])
+def test_a_layer_whose_tensors_are_copied_first_is_right_however_often_it_comes(records):
+    """No key keeps it: its tensors do not go to the kernels as they are."""
+    torch.manual_seed(0)
+    made = [torch.randn(2, n, 16, 32, dtype=HALF).mT.requires_grad_(records) for n in (2, 1, 1)]
+    dense = [x.detach().contiguous().requires_grad_(records) for x in made]
+    with standin.gpu(interprets=True, tiles=(32, 32)):
+        (want,) = layer(*dense)
+        CALLS.clear()
+        found = [layer(*made)[0] for _ in range(5)]
+        assert not [x for x in CALLS.young.values() if isinstance(x, heads_first._Known)]
+        assert all(torch.equal(out, want) and out.requires_grad is records for out in found)
+        if records:
+            first = torch.autograd.grad(want.sum(), dense)
+            for out in found:
+                grads = torch.autograd.grad(out.sum(), made)
+                assert all(map(torch.equal, grads, first))
+
+
 @starts_interpreter
 def test_every_result_is_right_in_the_interpreter():
     pass_in_the_interpreter(__file__)

@@ -27,6 +27,15 @@ def test_a_layer_gives_what_the_call_beside_it_gives():
                 assert weights is None
 
 
+def test_the_command_says_the_device_and_the_table(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the one of {device}")
+    monkeypatch.setattr(layers, "table", lambda device: iter([f"a table of {device}", "a line"]))
+    layers.main()
+    said = ["the one of cuda:3", "a table of cuda:3", "a line"]
+    assert capsys.readouterr().out.splitlines() == said
+
+
 def test_lines_have_the_least_and_the_median_and_both_over_the_call(monkeypatch):
     taken = iter([float(n * n) for n in range(1, 100)])
     monkeypatch.setattr(layers.timing, "host_us", lambda calls, wait, queued: next(taken))

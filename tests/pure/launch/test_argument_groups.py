@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from heedful.core.base.arrays import ArraySpec
+from heedful.core.base.numbers import FAR
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.kernels.args import kinds
@@ -73,6 +74,20 @@ def test_one_tree_serves_every_sequence(batch, stride):
     tree = ArraySpec((batch, 5, 5), (25, 5, 1), "bool")
     made = groups.mask(problem, {"tree_mask": tree})
     assert (made.tree.stride_b.value, made.tree.stride_m.value) == (stride, 5)
+
+
+@pytest.mark.parametrize("bound", [0, 1, FAR - 1, FAR, FAR + 1])
+def test_kernels_are_given_each_side_of_a_window_and_no_number_beyond_the_farthest(bound):
+    """A side of 0 is a bound; one below 0 is none."""
+    problem = AttentionProblem.dense(3, 5, 9, 2)
+    for side in ("left", "right", "first"):
+        given: dict[str, Any] = {"left": -1, "right": -1, "first": 0} | {side: bound}
+        made = groups.mask(replace(problem, mask=MaskSpec(**given)), {})
+        wanted = {"left": FAR, "right": FAR, "first": 0} | {side: min(bound, FAR)}
+        assert {name: getattr(made, name).value for name in wanted} == wanted
+    for shift in (bound, -bound):
+        made = groups.mask(replace(problem, mask=MaskSpec(shift=shift)), {})
+        assert made.shift.value == max(-FAR, min(shift, FAR))
 
 
 @pytest.mark.parametrize("value, kind", [(2**22 - 1, "i32"), (2**22, "i64"), (-(2**22), "i64")])

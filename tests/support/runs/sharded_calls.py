@@ -78,4 +78,9 @@ def results(built: Built, shape: tuple[int, ...], places: list) -> Results:
         name: joined([made[name].to_local() for made in found], first.placements, shape)
         for name, first in found[0].items()
     }
+    for name, value in whole.items():
+        # A DTensor says sizes and strides of the whole.
+        like = torch.empty(value.shape, device="meta")
+        for said in (made[name] for made in found):
+            assert (said.shape, said.stride()) == (like.shape, like.stride()), name
     return Results(**{name: as_numpy(value) for name, value in whole.items()})

@@ -58,6 +58,8 @@ PORTABLE_GPU = "B200"
 _FORMATS = {"i1": "<?", "i8": "<b", "u8": "<B", "i32": "<i", "i64": "<q", "fp32": "<f"}
 _DTYPES = {ours: theirs for theirs, ours in TRITON_TYPES.items() if theirs != "int4"}
 _MODULES = (execute, backends, cache_step, device)
+# Where kernels read the second axis of their grid: the parts of keys. None reads the third.
+_OF_PARTS = ("heedful.kernels.portable.forward.", "heedful.kernels.cdna.")
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,8 @@ class Gpu:
             assert promised == 1 or value % promised == 0, (
                 f"{name} {value}: no multiple of {promised}"
             )
+        axes = 2 if call.kernel.module.startswith(_OF_PARTS) else 1
+        assert all(size == 1 for size in grid[axes:]), f"programs that do the same: {tuple(grid)}"
         memory = {n for n, kind in types.items() if kind[0] == "*" or kind == "tensormap"}
         launch = Launch(
             call.kernel,

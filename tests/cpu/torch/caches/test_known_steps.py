@@ -85,9 +85,11 @@ def test_a_known_step_is_one_program(kind, lse, made, monkeypatch):
         made.clear()
         runs.clear()
         before = len(gpu.launches)
-        step(kind, return_softmax_lse=lse)
+        result = step(kind, return_softmax_lse=lse)
         launched = [launch.kernel.function for launch in gpu.launches[before:]]
     assert launched == ["decode"]
+    shapes = [tuple(x.shape) for x in (result if lse else (result,))]
+    assert shapes == [(B, 1, H, D), (B, H, 1)][: 1 + lse]
     assert len(runs) == 1
     *scratch, out = sorted(made, key=len)
     assert out == (B, 1, H, D)

@@ -69,6 +69,21 @@ def test_equal_ones_have_one_hash_and_fields_that_are_not_compared_do_not_count(
     assert ours(1) != derived(1)
 
 
+class Alike:
+    """Says that it equals whatever it is compared with."""
+
+    def __eq__(self, other):
+        return True
+
+
+def test_an_object_of_another_class_is_asked_whether_it_is_equal(pairs):
+    for ours, theirs in pairs:
+        for made in (ours(1), theirs(1)):
+            for other, equal in ((1, False), (Alike(), True)):
+                assert (made == other) is (other == made) is equal
+                assert (made != other) is not equal
+
+
 def test_each_instance_has_a_default_of_its_own(pairs):
     _, (derived, _) = pairs
     assert derived(1).third == {} and derived(1).third is not derived(1).third

@@ -179,6 +179,26 @@ def test_a_call_is_described_by_what_it_is_given():
     assert describe(dense(window_size=[3, 1])).mask == MaskSpec(3, 1)
 
 
+# Operands of a call over a cache that decide one fact of its problem each, and that fact.
+ALONE: dict[str, tuple[ArraySpec, str]] = {
+    "cache_batch_idx": (ints(2), "kv_batch_idx"),
+    "cache_leftpad": (ints(2), "leftpad_k"),
+    "seqused_q": (ints(2), "used_q"),
+    "alibi_slopes": (spec(4), "alibi"),
+    "bias": (spec(1, 12), "bias"),
+    "sink": (spec(4), "sink"),
+    "tree_mask": (spec(2, 1, 1, dtype="bool"), "tree_mask"),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_an_operand_decides_its_own_fact_and_no_other(name):
+    absent = dict.fromkeys(("k", "v", "cache_seqlens"))
+    array, fact = ALONE[name]
+    without, given = (describe(cached(**absent, **more)[0]) for more in ({}, {name: array}))
+    assert given == replace(without, **{fact: True}) != without
+
+
 def test_arguments_that_a_call_takes_by_another_name_reach_their_operands():
     given = {name: name for name in ("q", "k_cache", "v_cache", "cache_leftpad")}
     given |= dict.fromkeys(CacheUpdate._fields, "an update") | {"return_softmax_lse": True}

@@ -342,6 +342,7 @@ def test_explain_has_the_fine_print():
     assert f"parts of {PART_KEYS} keys" in words
     for said in ("one architecture", "one version", "compiler or pack", "finite"):
         assert said in words
+    assert [line.split()[0] for line in words.splitlines()][:3] == ["problem", "device", "forward"]
     fast = explain(plan(AttentionProblem.dense(**PLAIN), by_name("H200")))
     assert "numerics" not in fast.replace("numerics='invariant'", "")
 
