@@ -24,6 +24,20 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+def test_ranges_counted_from_a_later_key_show_the_same_keys():
+    """Of all rows from one key, of each from its own; empty ones stay empty."""
+    pairs = torch.tensor([[0, 9], [3, 7], [-2, 4], [5, 5], [8, 2], [6, 40]], dtype=torch.int32)
+    keys = torch.arange(16)
+    each = torch.tensor([[0], [3], [4], [2], [1], [7]], dtype=torch.int32)
+    for first in (0, 1, 6, each):
+        made = calls.from_first(pairs, first)
+        assert made.dtype == torch.int32 and made.shape == pairs.shape and made.amin() >= 0
+        for row, ((begin, end), (new, last)) in enumerate(zip(pairs, made, strict=True)):
+            start = first if isinstance(first, int) else int(first[row])
+            seen = (keys >= begin) & (keys < end)
+            assert torch.equal(seen[start:], ((keys >= new) & (keys < last))[: 16 - start])
+
+
 def rows(heads: int = 4, dim: int = 8, dtype=torch.float32, tokens: int = 6) -> torch.Tensor:
     return torch.zeros(tokens, heads, dim, dtype=dtype)
 

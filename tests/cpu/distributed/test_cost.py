@@ -2,12 +2,15 @@
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from heedful.bench.parallel import DIM, HEADS, HEADS_K, cases
 from heedful.core.base.device import by_name
 from heedful.core.call.spread import CAUSAL, Mask
+from heedful.core.planning import waves
 from heedful.core.planning.waves import Lengths, Shape, most_scores, most_together, tiles
 from heedful.distributed import cost
 from heedful.distributed.layouts import LAYOUTS
@@ -35,6 +38,46 @@ def test_rows_that_were_not_fitted_are_predicted_within_five_percent(name):
 
 def one(length: int, *window: int) -> Lengths:
     return Lengths((length,), (length,), window)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 0), (0, 2), (4, -1), (5, 3, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(16, 16), (9, 23), (23, 9), (1, 8), (8, 0), (0, 8)], ids=str)
+def test_a_tile_of_keys_is_visited_by_the_tiles_of_queries_that_see_one_of_them(sizes, window):
+    """Ends of windows lie at each row of a tile."""
+    queries, keys = sizes
+    left, right, first = (*window, 0)[:3]
+    for rows, columns in ((1, 1), (4, 3), (3, 4)):
+        config: Any = SimpleNamespace(block_m=rows, block_n=columns)
+        found = list(waves._columns(Lengths((queries,), (keys,), window), config))
+        wanted = []
+        for column in range(0, keys, columns) if queries else ():
+            sees = [
+                any(
+                    (right < 0 or j - i - keys + queries <= right)
+                    and (left < 0 or j - i - keys + queries >= -left or column < first)
+                    for j in range(column, min(column + columns, keys))
+                )
+                for i in range(queries)
+            ]
+            # Those between the first and the last of them, too.
+            at = [i // rows for i, seen in enumerate(sees) if seen]
+            wanted.append(at[-1] - at[0] + 1 if at else 0)
+        assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("lengths", "mask", "layout"),
+    [
+        ([4096], CAUSAL, "zigzag"),
+        ([4096, 0, 0], CAUSAL, "zigzag"),
+        ([4096, 1], CAUSAL, "documents"),
+        ([4096], Mask(100, 0), "contiguous"),
+        ([4096, 4096], Mask(0, 0), "contiguous"),
+    ],
+)
+def test_the_layout_that_is_chosen_is_one_and_says_why(lengths, mask, layout):
+    chosen, why = cost.layout_for(lengths, mask)
+    assert chosen == layout and chosen in LAYOUTS and why
 
 
 def test_a_window_is_as_wide_as_the_tiles_of_its_kernel():

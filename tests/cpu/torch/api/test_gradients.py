@@ -109,6 +109,19 @@ def test_a_compiled_packed_call_gives_what_the_eager_call_gives():
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_length_of_packed_gradients_may_be_a_tensor_which_elsewhere_is_not_read(name, device):
+    built = build(Case(varlen="qk", heads_q=2, head_dim=8))
+    keywords = keywords_of(built)
+    out, lse, *_ = api.call(built, api._leaves(replace(built, dout=None)))
+    given: Any = (built.dout, *built.x[:3], out, lse)
+    want = heedful.attention_backward(*given, **keywords)
+    keywords[name] = torch.tensor(keywords[name], device=device)
+    got = heedful.attention_backward(*given, **keywords)
+    assert all(map(torch.equal, got[:3], want[:3]))
+
+
 def test_the_gradient_of_a_bias_can_be_left_out():
     dout, q, k, v = tensors()
     bias = torch.randn(5, 7)
