@@ -102,18 +102,17 @@ class Call:
     caller's tensors go to the kernels unchanged and unchecked. results: 0 for out, 1 with lse, 2
     with probabilities or largest scores, too. apart: checks that the caller's `out` does not
     overlap inputs. run_on: the results of a call that is one program on a GPU, from the addresses
-    of the operands that are there; None for others. wants_grad: whether a backward follows.
-    saved_on: `run_on` of a call that one follows.
-    recorded: out of a call whose gradients torch's autograd makes, from the caller's tensors and
-    seed; None for others. likeness: recognises operands of this kind. backwards: the backward of
-    the saved tensors; None if nothing wants a gradient. wanting: whether an operand requires a
-    gradient that is not computed.
+    of the operands that are there; None for others, and where a backward follows. wants_grad:
+    whether one does. saved_on: what run_on would be then. recorded: out of a call whose gradients
+    torch's autograd makes, from the caller's tensors and seed; None for others. likeness:
+    recognises operands of this kind. backwards: the backward of the saved tensors; None if nothing
+    wants a gradient. wanting: whether an operand requires a gradient that is not computed.
     """
 
     __slots__ = (
         *("apart", "backwards", "casts", "checks", "dropout", "forward", "kind", "likeness"),
         *("plain", "recorded", "results", "run_on", "runner", "saved_on", "steps", "wanting"),
-        *("wants_grad",),
+        "wants_grad",
     )
 
     def __init__(
