@@ -55,6 +55,8 @@ SHORT = [
     ("gather", "contiguous", "documents, full, bfloat16"),
     ("ring", "contiguous", "documents and a window"),
     ("heads", "zigzag", "uneven heads"),
+    # Two devices have the same KV head.
+    ("heads", "contiguous", "GQA 8/2"),
     ("heads x ring", "zigzag", "sink and softcap"),
 ]
 GRID = [

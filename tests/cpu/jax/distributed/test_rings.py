@@ -18,6 +18,7 @@ from heedful.jax.distributed.calls import (
     Static,
     arguments,
 )
+from heedful.jax.distributed.heads import shared
 from heedful.jax.distributed.layouts import LAYOUTS, chunks_of
 from heedful.jax.distributed.ring import merge
 from heedful.jax.distributed.rings import Step, Turn, steps
@@ -115,3 +116,27 @@ def test_first_keys_are_told_to_calls_whose_keys_begin_where_documents_do(kind):
     near = (-1, -1) if kind in (FULL, LEADING) else (9, 0)
     whole = (9, 0, 3) if kind == MASKED else near
     assert told == {("0", True): whole, ("8", True): near, ("0", False): near}
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (12, 4), (10, 5), (16, 1), (24, 6)], ids=str)
+def test_each_head_is_computed_once_beside_its_keys_and_all_devices_have_as_many(heads, devices):
+    """What a device computes twice lies behind what counts."""
+    heads_q, heads_k = heads
+    group = heads_q // heads_k
+    if heads_k < devices and (devices % heads_k or heads_q % devices):
+        with pytest.raises(ValueError, match="cannot spread"):
+            shared(*heads, devices)
+        return
+    share = shared(*heads, devices)
+    assert len(share.queries) == len(share.keys) == len(share.counts) == devices
+    assert len({*map(len, share.queries)}) == len({*map(len, share.keys)}) == 1
+    own = [theirs[:count] for theirs, count in zip(share.queries, share.counts, strict=True)]
+    assert [head for theirs in own for head in theirs] == [*range(heads_q)]
+    assert share.copies == max(1, devices // heads_k)
+    # No device waits for another by more than a KV head's queries.
+    assert max(share.counts) - min(share.counts) <= group
+    for queries, keys in zip(share.queries, share.keys, strict=True):
+        assert [*dict.fromkeys(head // group for head in queries)] == [*dict.fromkeys(keys)]
+        each = len(queries) // len(keys)
+        assert all(head // group == keys[n // each] for n, head in enumerate(queries))
