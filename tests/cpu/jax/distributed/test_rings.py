@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
+from heedful.core.call.arguments import Quads
 from heedful.core.call.spread import CAUSAL, Mask
 from heedful.jax.distributed.calls import (
     FULL,
@@ -16,6 +17,8 @@ from heedful.jax.distributed.calls import (
     Rest,
     Rows,
     Static,
+    _column,
+    _ranges,
     arguments,
 )
 from heedful.jax.distributed.heads import shared
@@ -140,3 +143,56 @@ def test_each_head_is_computed_once_beside_its_keys_and_all_devices_have_as_many
         assert [*dict.fromkeys(head // group for head in queries)] == [*dict.fromkeys(keys)]
         each = len(queries) // len(keys)
         assert all(head // group == keys[n // each] for n, head in enumerate(queries))
+
+
+@pytest.mark.parametrize("kind", [MASKED, FULL, LEADING])
+@pytest.mark.parametrize("has_ranges", [True, False])
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("begin", [0, 6, 12])
+def test_ranges_count_from_the_first_key_of_the_document_that_is_here(
+    begin, is_packed, has_ranges, kind
+):
+    """By each row and key, from their places in the batch. First keys end where the window of a
+    row begins."""
+    count, left, first = 8, 3, 5
+    ends = [0, 7, 7, 18, 26] if is_packed else [0, 26]
+    queries = Rows(2, 10, 9)
+    options = (("causal", True), ("window_size", (left, 0, first)))
+    static = Static("ring", "x", None, "zigzag", 11 if is_packed else None, (2, 2), options)
+    rng = np.random.default_rng(begin)
+    lead = () if is_packed else (2, 1)
+    told = rng.integers(-2, 15, (*lead, 12, 4)) if has_ranges else None
+    rest = Rest(
+        cu_seqlens=jnp.asarray(ends, jnp.int32) if is_packed else None,
+        key_ranges=None if told is None else jnp.asarray(told, jnp.int32),
+    )
+    found = _ranges(static, rest, queries, Rows(0, jnp.int32(begin), count), kind)
+    if kind != LEADING and told is None:
+        assert found is None
+        return
+    assert found is not None
+    rows = np.asarray(found).reshape(-1, queries.count, found.shape[-1] // 2, 2)
+    given = None if told is None else told.reshape(-1, 12, 2, 2)[:, 2:11]
+    for row in range(queries.count):
+        place = queries.begin + row
+        start = max(end for end in ends[:-1] if end <= place)
+        before = max(begin - start, 0)
+        for number, ranges in enumerate(rows[:, row]):
+            for key in range(count):
+                at = key + before
+                wanted = given is None or any(a <= at < b for a, b in given[number, row])
+                if kind == LEADING:
+                    wanted = wanted and at < min(first, place - start - left)
+                assert any(a <= key < b for a, b in ranges) == wanted
+
+
+@pytest.mark.parametrize(("begin", "count", "column"), [(8, 8, 8), ("8", 8, "quads"), ("7", 7, 7)])
+def test_columns_of_a_dropout_mask_are_known_to_be_multiples_of_4_where_they_are(
+    begin, count, column
+):
+    keys = Rows(0, begin if type(begin) is int else jnp.int32(int(begin)), count)
+    found = _column(keys)
+    if column == "quads":
+        assert isinstance(found, Quads) and found.count == 2
+    else:
+        assert found == column and not isinstance(found, Quads)
