@@ -144,7 +144,8 @@ def test_parts_with_rests_are_merged_by_the_sums_of_both(shape, has_sink):
     outs = rng.standard_normal((3, *shape[:-2], shape[-1], shape[-2], 8)).astype(np.float32)
     sink = np.array([1e6 + 1, 1e6 - 2, 0.0], np.float32) if has_sink else None
     given: Any = outs, lse, sink, rest
-    out, found = merged(*(None if x is None else jnp.asarray(x) for x in given))
+    arrays: list[Any] = [None if x is None else jnp.asarray(x) for x in given]
+    out, found = merged(arrays[0], arrays[1], arrays[2], arrays[3])
     exact = lse.astype(np.float64) + rest
     exact[np.isneginf(lse)] = -np.inf
     beside = exact.max(0)
@@ -179,7 +180,9 @@ def test_queries_are_rotated_at_their_positions_where_no_token_is_appended(inter
     more: Any = {"causal": causal, "rotary_interleaved": interleaved, **tables}
     held = jnp.array([4, 9], jnp.int32)
     empty = k[:, :0]
-    found, *_ = hj.flash_attn_with_kvcache(q, *caches, empty, empty, cache_seqlens=held, **more)
+    found, *_ = hj.flash_attn_with_kvcache(
+        q, caches[0], caches[1], empty, empty, cache_seqlens=held, **more
+    )
     places = np.asarray(held)[:, None] + (np.arange(3) if causal else np.zeros(3, int))
     cos, sin = (np.asarray(tables[name])[places][:, :, None] for name in sorted(tables))
     x = np.asarray(q)
@@ -187,6 +190,6 @@ def test_queries_are_rotated_at_their_positions_where_no_token_is_appended(inter
     turned = first * cos - second * sin, first * sin + second * cos
     whole = np.stack(turned, -1).reshape(x.shape) if interleaved else np.concatenate(turned, -1)
     want, *_ = hj.flash_attn_with_kvcache(
-        jnp.asarray(whole), *caches, cache_seqlens=held, causal=causal
+        jnp.asarray(whole), caches[0], caches[1], cache_seqlens=held, causal=causal
     )
     np.testing.assert_allclose(found, want, rtol=0, atol=16 * 2.0**-23)
