@@ -2,7 +2,10 @@
 for all, and devices are the CPU.
 """
 
+import math
+from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,6 +13,7 @@ pytest.importorskip("torch")
 
 import torch
 
+from heedful import flash_attn_with_kvcache
 from heedful.bench import parallel
 from heedful.bench.parallel import Case, Work, cases, log_normal
 from heedful.distributed.layouts import LAYOUTS
@@ -375,3 +379,134 @@ def test_a_time_is_the_median_of_the_slowest_rank_after_a_first_call(one, monkey
     assert parallel._median(lambda: calls.append("first")) == 6
     assert one.reduced == [parallel.dist.ReduceOp.MAX]
     assert next(given, None) is None
+
+
+def test_a_graph_is_captured_on_a_stream_of_its_own_behind_a_first_call(monkeypatch):
+    happened: list[Any] = []
+
+    def noting(name: str):
+        @contextmanager
+        def entered(*given, **named):
+            happened.append((name, given, named))
+            yield
+            happened.append(f"{name} ends")
+
+        return entered
+
+    graph = SimpleNamespace(replay=lambda: happened.append("replay"))
+    stream = SimpleNamespace(wait_stream=lambda other: happened.append(("waits for", other)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the current one")
+    monkeypatch.setattr(torch.cuda, "stream", noting("stream"))
+    monkeypatch.setattr(torch.cuda, "graph", noting("graph"))
+    replay = parallel.captured(lambda: happened.append("call"))
+    mode = {"stream": stream, "capture_error_mode": "thread_local"}
+    inside = [("stream", (stream,), {}), "call", "stream ends"]
+    inside += [("graph", (graph,), mode), "call", "graph ends"]
+    assert happened == [("waits for", "the current one"), *inside]
+    replay()
+    assert happened[-1] == "replay"
+
+
+def test_a_decode_is_timed_as_a_call_and_as_a_graph(monkeypatch):
+    told: list[Any] = []
+    taken = iter([float(n) for n in (*range(parallel.MOST), *range(50, 50 + parallel.MOST))])
+    monkeypatch.setattr(parallel, "captured", lambda call: lambda: told.append("replay"))
+
+    def timed(run, together):
+        assert together == "together"
+        return next(taken)
+
+    monkeypatch.setattr(parallel, "_timed", timed)
+    together: Any = "together"
+    found = parallel._decoded(lambda: told.append("call"), together)
+    middle = (parallel.MOST - 1) / 2
+    assert found == [middle, 50 + middle] and told == ["call", "replay"]
+
+
+def test_tokens_are_timed_to_a_ranks_part_and_back(monkeypatch):
+    made = SimpleNamespace(shard=lambda x: ("part of", x), unshard=lambda x: ("whole of", x))
+    called = []
+    monkeypatch.setattr(parallel, "_median", lambda call: called.append(call()) or len(called))
+    whole: Any = "q"
+    out: Any = "out"
+    assert parallel.token_times(made, whole, out) == (1, 2)
+    assert called == [("part of", "q"), ("whole of", ("part of", "out"))]
+
+
+@pytest.mark.parametrize("kind", ["grid", "gather", "a peer"])
+def test_predictions_are_of_the_plans_own_way(kind, monkeypatch):
+    asked: list[Any] = []
+    both = SimpleNamespace(forward=0.002, both=0.007)
+    monkeypatch.setattr(parallel.cost, "in_grid", lambda *told: asked.append(told) or both)
+    found = {"ring": None, "gather": both}
+    monkeypatch.setattr(parallel.cost, "times", lambda *told: asked.append(told) or found)
+    grid = SimpleNamespace(shards="shards", row=SimpleNamespace(ranks=4))
+    facts: dict[str, Any] = {"mask": "mask", "heads": (8, 2), "strategy": "gather"}
+    made: Any = SimpleNamespace(layout="layout", grid=None, peers="peers", **facts)
+    if kind == "a peer":
+        peer: Any = object.__new__(parallel.Peer)
+        assert all(map(math.isnan, parallel.predicted(peer))) and not asked
+        return
+    told = "mask", (8, 2), (parallel.DIM, parallel.DIM), 2
+    if kind == "grid":
+        made.grid = grid
+        assert parallel.predicted(made) == (2.0, 7.0) and asked == [("shards", 4, *told)]
+        return
+    assert parallel.predicted(made) == (2.0, 7.0)
+    made.peers = None
+    assert parallel.predicted(made) == (2.0, 7.0)
+    assert asked == [("layout", *told, True), ("layout", *told, False)]
+
+
+def test_a_peer_is_made_of_lengths_and_window_and_takes_no_time(monkeypatch):
+    way, *_ = parallel.PEERS
+    monkeypatch.setitem(parallel.PEERS, way, lambda *told: told)
+    assert parallel.planned(Case("a case", (2, 3), 7), way) == (((2, 3), 7), 0.0)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_keys_of_a_decode_are_dealt_out_by_rank_0(rank, one, monkeypatch):
+    """A rank's part of keys and of values, in their order; rank 0 has the first, and a line."""
+    one.get_rank, one.get_world_size = lambda: rank, lambda: 3
+    sent: list[Any] = []
+    one.send = lambda x, other: sent.append((other, x.clone()))
+    one.recv = lambda x, source: sent.append((source, x))
+    parts: list[Any] = []
+
+    def over_ranks(q, k, v):
+        parts.append((q, k, v))
+        return flash_attn_with_kvcache(q, whole[0], whole[1]) if rank == 0 else q
+
+    timed = iter([[3.0, 6.0], [2.0, 1.0]] if rank == 0 else [[2.0, 1.0]])
+    flags = []
+
+    def decoded(call, together):
+        flags.append(together)
+        call()
+        return next(timed)
+
+    whole: list[Any] = []
+
+    def alone(q, k, v):
+        whole[:] = k, v
+        return flash_attn_with_kvcache(q, k, v)
+
+    monkeypatch.setattr(parallel, "attention_with_kvcache", over_ranks)
+    monkeypatch.setattr(parallel, "flash_attn_with_kvcache", alone)
+    monkeypatch.setattr(parallel, "_decoded", decoded)
+    line = parallel.decode_row(2, 24, torch.device("cpu"))
+    assert flags == ([False, True] if rank == 0 else [True])
+    shape = 2, 24, parallel.HEADS_K, parallel.DIM
+    for q, k, v in parts:
+        assert q.shape == (2, 1, parallel.HEADS, parallel.DIM) and k.shape == v.shape == shape
+    if rank:
+        assert line == "" and [(0, shape)] * 2 == [(other, x.shape) for other, x in sent]
+        assert sent[0][1] is parts[0][1] and sent[1][1] is parts[0][2]
+        return
+    assert [other for other, _ in sent] == [1, 1, 2, 2]
+    for side in range(2):
+        got = [parts[0][1 + side], sent[side][1], sent[2 + side][1]]
+        assert torch.equal(torch.cat(got, 1), whole[side])
+    assert [float(x) for x in line.split("GPU")[1].split()] == [3, 2, 0.5, 6, 1, 2]

@@ -15,6 +15,7 @@ from heedful import flash_attn_func
 from heedful.bench import splits
 from heedful.bench.splits import DRAWN_FOR, Shape, counts, cut, measure, shapes, variants
 from heedful.core.planning.plan import plan
+from heedful.core.registry import by_hand
 from heedful.core.registry.tiles import HopperForwardConfig
 
 CPU = torch.device("cpu")
@@ -68,6 +69,17 @@ def test_a_count_is_planned_with_the_tiles_of_the_planner():
         assert isinstance(config, HopperForwardConfig)
         assert replace(config, key_splits=0) == replace(own.config, rescale=config.rescale)
     assert splits.backend_of(own.chosen, own.chosen) == "hopper"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_call_has_its_counts_kernel_and_its_shapes_mask(causal, monkeypatch):
+    asked = []
+    monkeypatch.setattr(splits, "flash_attn_func", lambda *qkv, **how: asked.append((qkv, how)))
+    inputs, shape = splits.Inputs(*map(torch.tensor, range(4))), SMALL._replace(causal=causal)
+    for count, chosen in ((3, 2), (2, 3), (2, 2)):
+        splits.call_of(shape, inputs, count, chosen)()
+    backends = [*(by_hand.named("hopper", key_splits=n) for n in (3, 2)), "hopper"]
+    assert asked == [(inputs[:3], {"causal": causal, "backend": name}) for name in backends]
 
 
 def test_every_count_gets_a_figure_and_a_record_of_its_shape():

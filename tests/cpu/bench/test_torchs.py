@@ -1,5 +1,7 @@
 """The table of torch's calls with heedful in their place: who runs what, and against what."""
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("torch")
@@ -115,3 +117,17 @@ def test_two_results_are_near_within_one_rounding_of_the_largest():
     y = torch.tensor([1.0, -8.0], dtype=torch.bfloat16)
     for moved, near in ((1 / 16, True), (-1 / 16, True), (0.0626, False)):
         assert torchs._are_near(torch.tensor([1.0 + moved, -8.0]), y) is near
+
+
+def test_torchs_operator_gets_no_dropout_and_the_mask(monkeypatch):
+    asked = []
+    namespace = SimpleNamespace(
+        _scaled_dot_product_flash_attention=lambda *given: asked.append(given) or ("out", "lse")
+    )
+    monkeypatch.setattr(torchs.torch, "ops", SimpleNamespace(aten=namespace))
+    for causal in (False, True):
+        q, k, v = SMALL.draw(CPU, False)
+        assert torchs.operator(q, k, v, causal) == "out"
+        (given,) = asked
+        assert given[:3] == (q, k, v) and given[3:] == (0.0, causal)
+        asked.clear()

@@ -9,8 +9,10 @@ import pytest
 
 from heedful.bench.parallel import DIM, HEADS, HEADS_K, cases
 from heedful.core.base.device import by_name
+from heedful.core.call.mask import MaskSpec
+from heedful.core.call.problem import AttentionProblem
 from heedful.core.call.spread import CAUSAL, Mask
-from heedful.core.planning import waves
+from heedful.core.planning import splits, waves
 from heedful.core.planning.waves import Lengths, Shape, most_scores, most_together, tiles
 from heedful.distributed import cost
 from heedful.distributed.layouts import LAYOUTS
@@ -116,6 +118,43 @@ def test_calls_that_fill_each_others_last_tiles_take_the_mean_and_one_tile_at_mo
     mean = HEADS * queries * (keys - queries / 2) / 132
     longest = 4 * 128 * (queries + 128) if backward else 128 * keys
     assert mean <= together <= 1.01 * mean + longest
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (512, 0), (100, 30)], ids=str)
+@pytest.mark.parametrize("sizes", [(4096, 4096), (4096, 16384), (1000, 5000)], ids=str)
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=str)
+def test_a_backward_has_the_splits_that_its_plan_gives_it(heads, sizes, window, monkeypatch):
+    """Both choose them by the same counts of tiles and visits."""
+    asked: list[tuple[int, ...]] = []
+
+    def noted(*counts: int) -> int:
+        asked.append(counts)
+        return 3
+
+    for module in (waves, splits):
+        monkeypatch.setattr(module, "choose_backward_splits", noted)
+    shape = Shape(SHAPE.device, heads, SHAPE.dims, SHAPE.dtype)
+    lengths = Lengths(sizes[:1], sizes[1:], window)
+    _, count = waves._work.__wrapped__(shape, lengths, True)
+    config = tiles(shape, lengths.kind)[1]
+    blocks = config.block_m, config.block_n
+    mask = MaskSpec.of(False, window)
+    problem = AttentionProblem.dense(1, *sizes, *heads, head_dim=SHAPE.dims[0], mask=mask)
+    columns = -(-sizes[1] // config.block_n) * heads[1]
+    splits.backward_splits(problem, SHAPE.device.units, columns, blocks, sizes[1])
+    assert asked[0] == asked[1] and len(asked) == 2 and count == 3 * heads[1]
+
+
+def test_packed_sequences_are_split_as_if_no_tile_were_whole(monkeypatch):
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(waves, "choose_backward_splits", lambda *counts: asked.append(counts) or 2)
+    shape = Shape(SHAPE.device, (8, 2), SHAPE.dims, SHAPE.dtype)
+    lengths = Lengths((900, 300), (900, 300), (-1, 0))
+    config = tiles(shape, lengths.kind)[1]
+    waves._work.__wrapped__(shape, lengths, True)
+    columns = sum(-(-n // config.block_n) for n in lengths.keys)
+    visits = -(-900 // config.block_m)
+    assert asked == [(columns * 2, visits * 4, SHAPE.device.units, 0)]
 
 
 def test_rows_that_stay_where_they_are_wait_for_nobody():

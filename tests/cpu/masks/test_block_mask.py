@@ -1,6 +1,7 @@
 """Block masks: made of masks of every kind, taken by calls and transforms, refused where they are
 wrong."""
 
+import re
 from functools import partial
 from typing import Any
 
@@ -111,6 +112,18 @@ def test_lists_out_of_bounds_raise_with_row_and_entry(counts, tiles, words):
     arrays = (torch.tensor([[a]], dtype=torch.int32) for a in (counts, tiles))
     with pytest.raises(ValueError, match=words):
         BlockMask.of_lists(*arrays, seqlen_q=ROWS, seqlen_k=KEYS, side=SIDE)
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 2), (1, 2, 3), (2, 1, 3)])
+def test_lists_of_other_tiles_or_heads_than_their_counts_are_refused(counts):
+    tiles = torch.zeros(1, 1, 3, 4, dtype=torch.int32)
+    said = (
+        f"counts and tiles must have 3 tiles of queries, as {ROWS} queries in tiles of {SIDE} are,"
+        f" and the same batch and heads, got shapes {counts} and (1, 1, 3, 4)"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        given = torch.zeros(counts, dtype=torch.int32), tiles
+        BlockMask.of_lists(*given, seqlen_q=ROWS, seqlen_k=KEYS, side=SIDE)
 
 
 @pytest.mark.parametrize(

@@ -126,3 +126,12 @@ def test_compiled_code_takes_our_mask_and_refuses_torchs():
     torch.testing.assert_close(run(q, k, v, block_mask=BlockMask.of(given)), want)
     with pytest.raises(Exception, match="where the call is traced"):
         run(q, k, v, block_mask=given)
+
+
+def test_tiles_of_torchs_mask_that_are_none_of_ours_are_refused():
+    given = torchs.create_block_mask(
+        CAUSAL, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=(48, 64)
+    )
+    said = r"^mask must have a BLOCK_SIZE of multiples of 32, got \(48, 64\)$"
+    with pytest.raises(ValueError, match=said):
+        BlockMask.of(given)

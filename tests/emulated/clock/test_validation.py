@@ -2,6 +2,7 @@
 micro-kernels are right, settle what they are for, and stand in the report beside predictions."""
 
 import json
+import math
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,15 +20,18 @@ from heedful.bench.harness.cases import Case
 from heedful.bench.harness.run import Figure, Outcome
 from heedful.bench.harness.timing import Spread
 from heedful.cli.validate import validate
-from heedful.core.base.arrays import ArraySpec
+from heedful.core.base.arrays import ArraySpec, item_bytes
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import plan
 from heedful.emulator import At, emulate
 from heedful.emulator.clock.constants import CONSTANTS, SLOT, constant
 from heedful.emulator.clock.work import work_of
 from heedful.launch import compiler
 from heedful.launch.program.bound import numbers_of
+from heedful.launch.spec import Pointer, Scalar
 from heedful.validation import micro, on_device, sensors
+from heedful.validation import predicted as prediction
 from heedful.validation.predicted import _values as values_of
 from support.runs import standin
 
@@ -35,6 +39,8 @@ CHIPS = {"gfx942": "MI300X", "gfx950": "MI355X"}
 PASSES = 8
 EACH = [(arch, probe) for arch in micro.ARCHES for probe in micro.probes(arch)]
 CPU = torch.device("cpu")
+# Names and types of a kernel's parameters.
+PARAMETERS = (("x", "*fp32"), ("s", "fp32"), ("n", "i32"), ("absent", "i64"))
 
 
 def named(arch: str, name: str) -> micro.Probe:
@@ -300,13 +306,75 @@ def test_a_launch_is_timed_over_many_after_one_that_loads_it(monkeypatch):
     monkeypatch.setattr(cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=77))
     call = micro.call_of(named("gfx942", "clock"), 5, 3)
-    seconds, out = on_device.launcher(CPU, "gfx942")(call)
+    with torch.device("meta"):  # where what is not put on the device that is named is
+        seconds, out = on_device.launcher(CPU, "gfx942")(call)
     numbers = numbers_of(call)
     assert seen[0] == ((call,), "gfx942", 0, ["out"], [numbers])
     launch = 1, 77, numbers
     assert seen[1:] == [launch, "event", *[launch] * 40, "event", "event"]
     assert seconds == 0.002 and out.dtype == np.int32
     assert not out.any() and out.shape == (micro.elements(call),)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_prediction_has_an_array_of_every_buffer_that_its_launches_know(direction, monkeypatch):
+    """What values matter for is given, scratch is 0, and other floats are normal."""
+    seen: list[Any] = []
+    monkeypatch.setattr(prediction, "of_program", lambda *given: seen.append(given) or "told")
+    problem = AttentionProblem.dense(2, 256, 256, 4, 2, 64, causal=True, needs_grad=True)
+    chosen = plan(problem, by_name("MI300X"))
+    drawn = np.arange(2 * 256 * 2 * 64, dtype=np.uint16)
+    told = prediction.predicted(chosen, direction, {"k": drawn}, 3, 2.5)
+    ((program, arch, arrays, *others),) = seen
+    assert (told, arch, others) == ("told", "gfx942", [3, 2.5])
+    assert set(arrays) >= {name for call in program.calls for name in call.reads | call.writes}
+    assert np.array_equal(arrays["k"].view(np.uint16), drawn)
+    assert {arrays[name].dtype for name in arrays} == {np.dtype(np.uint8)}
+    for scratch in program.workspaces:
+        array = arrays[scratch.name]
+        assert not array.any() and array.nbytes == math.prod(scratch.buffer.shape) * item_bytes(
+            scratch.buffer.dtype
+        )
+    assert bool(program.workspaces) == (direction == "backward")
+    values = torch.from_numpy(arrays["q"]).view(torch.bfloat16).float()
+    assert values.numel() == 2 * 256 * 4 * 64 and 0.9 < values.std() < 1.1
+
+
+def test_contents_of_another_size_are_refused():
+    chosen = plan(AttentionProblem.dense(1, 256, 256, 2, 1, 64), by_name("MI300X"))
+    with pytest.raises(ValueError, match=r"^contents\['q'\] must have 65536 bytes, got 65535$"):
+        prediction.predicted(chosen, "forward", {"q": np.zeros(65535, np.uint8)})
+
+
+def test_launches_take_their_times_one_after_the_other(monkeypatch):
+    """Each of as many workgroups as are asked for, and as there are, with what its own operands
+    move."""
+    asked: list[Any] = []
+
+    def time(artifact, grid, args, **options):
+        asked.append((artifact, grid, args, options))
+        n = float(len(asked))
+        return SimpleNamespace(seconds=n, range=(n / 2, 3 * n)), "others"
+
+    parameters = [SimpleNamespace(name=name, type=kind) for name, kind in PARAMETERS]
+    compiled = SimpleNamespace(parameters=parameters)
+    monkeypatch.setattr(prediction, "predict_time", time)
+    monkeypatch.setattr(compiler, "artifact", lambda call, arch: compiled)
+    arrays = {name: np.zeros(size, np.uint8) for name, size in (("a", 50), ("b", 7), ("c", 20))}
+    given = {"x": Pointer("b", "float32"), "s": Scalar(3), "n": Scalar(4)}
+    facts = {"kernel": SimpleNamespace(function="f"), "arguments": given, "reads": {"b"}}
+    first = SimpleNamespace(**facts, writes={"b", "c"}, grid=(2, 3, 1))
+    second = SimpleNamespace(**{**facts, "arguments": {}}, writes=set(), grid=(1, 1, 2))
+    calls: Any = SimpleNamespace(calls=(first, second))
+    told = prediction.of_program(calls, "gfx942", arrays, 5, 1.5)
+    assert (told.seconds, told.low, told.high) == (3.0, 1.5, 9.0)
+    assert [name for name, _ in told.launches] == ["f", "f"]
+    (_, grid, args, options), (_, _, none, least) = asked
+    assert grid == (2, 3, 1) and none == [None] * 4
+    assert args[0].array is arrays["b"] and [*map(repr, args[1:])] == ["3.0", "4", "None"]
+    others = {"checks": (), "window": 1.5}
+    assert options == {**others, "memory_bytes": 27, "workgroups": 5}
+    assert least == {**others, "memory_bytes": 7, "workgroups": 2}
 
 
 def test_sensors_are_those_of_the_devices_place_on_its_bus(monkeypatch):

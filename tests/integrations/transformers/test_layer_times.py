@@ -22,9 +22,33 @@ def test_a_layer_gives_what_the_call_beside_it_gives():
             with torch.set_grad_enabled("gradients" in name):
                 out, weights = layer()
                 assert out.requires_grad == ("gradients" in name)
-                # A layer's tensors are draws of their own.
-                assert out.shape == call().shape
-                assert weights is None
+                assert weights is None and torch.equal(out, call())
+
+
+def test_layers_and_calls_have_the_sizes_that_the_table_says():
+    """128 tokens, 8 heads of 64 dims; or a token of each of 8 sequences over 100 of 128 keys."""
+    calls = layers.Host(2, CPU).tensors
+    for name, both in calls.items():
+        assert len(both) == 2
+        is_step, needs_grad = "kvcache" in name, "gradients" in name
+        for made in both:
+            tensors = [x for x in made.args if isinstance(x, torch.Tensor)]
+            q, k, v = tensors[:3]
+            if name.startswith(layers.LAYER):
+                assert (made.func, made.args[0].stride(1)) == (layers._layer, 64)
+                q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            assert q.shape == ((8, 1, 8, 64) if is_step else (1, 128, 8, 64))
+            assert k.shape == v.shape == ((8, 128, 8, 64) if is_step else (1, 128, 8, 64))
+            assert {x.dtype for x in (q, k, v)} == {torch.bfloat16}
+            assert {x.requires_grad for x in (q, k, v)} == {needs_grad}
+            assert len({x.data_ptr() for x in (q, k, v)}) == 3
+    named = {name: both[0].keywords for name, both in calls.items()}
+    plain = {"softmax_scale": 0.125, "causal": True}
+    assert named["flash_attn_func"] == named["flash_attn_func, with gradients"] == plain
+    step = named["flash_attn_with_kvcache"]
+    assert step.pop("cache_seqlens").tolist() == [100] * 8 and step == plain
+    positions = named["layer: flash_attn_func"]["position_ids"]
+    assert torch.equal(positions, torch.arange(128)[None])
 
 
 def test_the_command_says_the_device_and_the_table(monkeypatch, capsys):

@@ -55,6 +55,8 @@ SHORT = [
     ("gather", "contiguous", "documents, full, bfloat16"),
     ("ring", "contiguous", "documents and a window"),
     ("heads", "zigzag", "uneven heads"),
+    # Two devices have the same KV head.
+    ("heads", "contiguous", "GQA 8/2"),
     ("heads x ring", "zigzag", "sink and softcap"),
 ]
 GRID = [
@@ -125,6 +127,9 @@ def test_each_device_of_a_zigzag_has_as_many_visible_pairs():
     assert len({int((part + 1).sum()) for part in spread}) == 1
 
 
+DOCUMENT: dict[str, Any] = {"cu_seqlens": jnp.array([0, 64]), "max_seqlen": 64}
+
+
 def test_a_wrong_argument_is_named():
     q, k, v = _some()
     wrong: tuple[tuple[Any, dict[str, Any], str], ...] = (
@@ -133,6 +138,8 @@ def test_a_wrong_argument_is_named():
         ((q, k, v), {"max_seqlen": 3}, "max_seqlen must be given with cu_seqlens"),
         ((q, k[:, :32], v[:, :32]), {}, "k must have q's tokens"),
         ((q, k, v), {"strategy": "rings"}, "strategy must be one of"),
+        ((q, k[:, :, 0], v), {}, r"k must be \(batch, tokens, heads, head_dim\), got shape"),
+        ((q, k, v), DOCUMENT, r"q must be \(tokens, heads, head_dim\), got shape \(1, 16, 2, 16\)"),
         ((q, k, v), {"strategy": "heads x ring"}, "axis_name must be the axes of the ring"),
         ((q, k, v), {"strategy": "heads"}, "cannot spread 2 query heads"),
         ((q, k, v), {"strategy": "ring", "numerics": "invariant"}, "numerics must be 'fast'"),
@@ -144,6 +151,13 @@ def test_a_wrong_argument_is_named():
 
         with pytest.raises(ValueError, match=message):
             _mapped(call, 3)(*arguments)
+
+
+def test_documents_take_no_dropout():
+    q = jnp.ones((64, 2, 16))
+    some: Any = {**DOCUMENT, "dropout_p": 0.5}
+    with pytest.raises(ValueError, match="^dropout_p must be 0 with cu_seqlens, got 0.5$"):
+        attention(q, q, q, AXIS, **some)
 
 
 def test_inside_of_jit_and_checkpoint_it_is_the_same():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 
+from heedful.core.call.arguments import Quads
 from heedful.core.call.spread import CAUSAL, Mask
 from heedful.jax.distributed.calls import (
     FULL,
@@ -16,8 +17,11 @@ from heedful.jax.distributed.calls import (
     Rest,
     Rows,
     Static,
+    _column,
+    _ranges,
     arguments,
 )
+from heedful.jax.distributed.heads import shared
 from heedful.jax.distributed.layouts import LAYOUTS, chunks_of
 from heedful.jax.distributed.ring import merge
 from heedful.jax.distributed.rings import Step, Turn, steps
@@ -115,3 +119,80 @@ def test_first_keys_are_told_to_calls_whose_keys_begin_where_documents_do(kind):
     near = (-1, -1) if kind in (FULL, LEADING) else (9, 0)
     whole = (9, 0, 3) if kind == MASKED else near
     assert told == {("0", True): whole, ("8", True): near, ("0", False): near}
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (12, 4), (10, 5), (16, 1), (24, 6)], ids=str)
+def test_each_head_is_computed_once_beside_its_keys_and_all_devices_have_as_many(heads, devices):
+    """What a device computes twice lies behind what counts."""
+    heads_q, heads_k = heads
+    group = heads_q // heads_k
+    if heads_k < devices and (devices % heads_k or heads_q % devices):
+        with pytest.raises(ValueError, match="cannot spread"):
+            shared(*heads, devices)
+        return
+    share = shared(*heads, devices)
+    assert len(share.queries) == len(share.keys) == len(share.counts) == devices
+    assert len({*map(len, share.queries)}) == len({*map(len, share.keys)}) == 1
+    own = [theirs[:count] for theirs, count in zip(share.queries, share.counts, strict=True)]
+    assert [head for theirs in own for head in theirs] == [*range(heads_q)]
+    assert share.copies == max(1, devices // heads_k)
+    # No device waits for another by more than a KV head's queries.
+    assert max(share.counts) - min(share.counts) <= group
+    for queries, keys in zip(share.queries, share.keys, strict=True):
+        assert [*dict.fromkeys(head // group for head in queries)] == [*dict.fromkeys(keys)]
+        each = len(queries) // len(keys)
+        assert all(head // group == keys[n // each] for n, head in enumerate(queries))
+
+
+@pytest.mark.parametrize("kind", [MASKED, FULL, LEADING])
+@pytest.mark.parametrize("has_ranges", [True, False])
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("begin", [0, 6, 12])
+def test_ranges_count_from_the_first_key_of_the_document_that_is_here(
+    begin, is_packed, has_ranges, kind
+):
+    """By each row and key, from their places in the batch. First keys end where the window of a
+    row begins."""
+    count, left, first = 8, 3, 5
+    ends = [0, 7, 7, 18, 26] if is_packed else [0, 26]
+    queries = Rows(2, 10, 9)
+    options = (("causal", True), ("window_size", (left, 0, first)))
+    static = Static("ring", "x", None, "zigzag", 11 if is_packed else None, (2, 2), options)
+    rng = np.random.default_rng(begin)
+    lead = () if is_packed else (2, 1)
+    told = rng.integers(-2, 15, (*lead, 12, 4)) if has_ranges else None
+    rest = Rest(
+        cu_seqlens=jnp.asarray(ends, jnp.int32) if is_packed else None,
+        key_ranges=None if told is None else jnp.asarray(told, jnp.int32),
+    )
+    found = _ranges(static, rest, queries, Rows(0, jnp.int32(begin), count), kind)
+    if kind != LEADING and told is None:
+        assert found is None
+        return
+    assert found is not None
+    rows = np.asarray(found).reshape(-1, queries.count, found.shape[-1] // 2, 2)
+    given = None if told is None else told.reshape(-1, 12, 2, 2)[:, 2:11]
+    for row in range(queries.count):
+        place = queries.begin + row
+        start = max(end for end in ends[:-1] if end <= place)
+        before = max(begin - start, 0)
+        for number, ranges in enumerate(rows[:, row]):
+            for key in range(count):
+                at = key + before
+                wanted = given is None or any(a <= at < b for a, b in given[number, row])
+                if kind == LEADING:
+                    wanted = wanted and at < min(first, place - start - left)
+                assert any(a <= key < b for a, b in ranges) == wanted
+
+
+@pytest.mark.parametrize(("begin", "count", "column"), [(8, 8, 8), ("8", 8, "quads"), ("7", 7, 7)])
+def test_columns_of_a_dropout_mask_are_known_to_be_multiples_of_4_where_they_are(
+    begin, count, column
+):
+    keys = Rows(0, begin if type(begin) is int else jnp.int32(int(begin)), count)
+    found = _column(keys)
+    if column == "quads":
+        assert isinstance(found, Quads) and found.count == 2
+    else:
+        assert found == column and not isinstance(found, Quads)

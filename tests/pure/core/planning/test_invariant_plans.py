@@ -1,6 +1,7 @@
 """With numerics="invariant" all that decides a row's bits is one for each head dim, whichever way a
 call goes, however many SMs there are; and each kernel that takes no such call says why."""
 
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -17,9 +18,17 @@ from heedful.core.call.numerics import backend_of, is_invariant, with_numerics
 from heedful.core.call.operands import Operands
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import explain, plan
-from heedful.core.registry import capability
+from heedful.core.registry import capability, configs
 from heedful.core.registry.by_hand import Overrides, forced
-from heedful.core.registry.tiles import PART_KEYS
+from heedful.core.registry.tiles import (
+    HOPPER_MERGE_ROWS,
+    PART_KEYS,
+    DecodeConfig,
+    HopperConfig,
+    HopperDecodeConfig,
+    MlaConfig,
+    SharedKeysConfig,
+)
 from heedful.core.registry.toolchain import Toolchain
 from heedful.launch.program import buffers
 from heedful.launch.program.programs import program, step
@@ -404,3 +413,31 @@ def test_calls_of_jax_get_the_kernels_and_grids_of_calls_of_torch(dims, option):
         assert len(made) in (0, 2) and made[:1] == made[1:]
         names |= {call.kernel.function for each in made for call in each.calls}
     assert names >= {taken_by(dims, option, "H200", None)}
+
+
+@pytest.mark.parametrize("keys", [0, 1, PART_KEYS, PART_KEYS + 1, 100_000])
+def test_keys_have_parts_where_tiles_end_them_and_are_one_elsewhere(keys):
+    problem = AttentionProblem.dense(1, 5, keys, 8, 2, head_dim=64)
+    tiles = [row.config for row in configs.ROWS if isinstance(row.config, HopperConfig)]
+    found = {(getattr(tile, "part_keys", 0), tile.parts(problem)) for tile in tiles}
+    assert found == {(0, 1), (PART_KEYS, max(1, math.ceil(keys / PART_KEYS)))}
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(("rows", "stored"), [(3, 4), (6, 8), (9, 16), (18, 32), (33, 0)])
+def test_partial_rows_of_a_decode_are_stored_up_to_a_power_of_two(rows, stored, group):
+    """0: as many as a tile has. The portable decode, and a merge in the order of threads, store all
+    of a tile's; the MLA decode 16 of few."""
+    problem = AttentionProblem.dense(2, rows // group, 900, 2 * group, 2, head_dim=64)
+    packed = problem.at(problem.lengths._replace(total_q=rows + 2))
+    tiles = [row.config for row in configs.ROWS if isinstance(row.config, SharedKeysConfig)]
+    assert len({type(tile) for tile in tiles}) == 6
+    for tile in tiles:
+        want = stored or tile.block_m
+        if isinstance(tile, DecodeConfig) or getattr(tile, "thread_order", 0):
+            want = tile.block_m
+        elif isinstance(tile, MlaConfig):
+            want = HOPPER_MERGE_ROWS if rows <= HOPPER_MERGE_ROWS else tile.block_m
+        assert tile.kept_rows(problem) == tile.kept_rows(packed) == want
+        if isinstance(tile, HopperDecodeConfig):
+            assert (tile.fewest_rows(problem), tile.fewest_rows(packed)) == (want, 4)
