@@ -10,9 +10,11 @@ import pytest
 
 pytest.importorskip("triton")
 
+import torch
 
 from heedful.core.registry.tiles import TileConfig
-from support.problems import far_scores
+from support.problems import budget, far_scores
+from support.problems.cases import Case, build
 from support.problems.far_scores import SMALL, by_backend, far
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 from support.runs.portable_programs import Interpreted
@@ -68,6 +70,35 @@ def test_forward_and_gradients_are_within_the_budget(problem):
 @pytest.mark.parametrize("problem", SPLIT, ids=str)
 def test_splits_of_the_keys_are_within_the_budget(problem):
     far_scores.check(problem, by_backend(Interpreted(TILES, problem.case.num_splits)))
+
+
+def moved(case, x, dout, dlse, _values):
+    """A bias of 200 more: all rows are far from 0. Ranges of which the earlier has more tiles."""
+    x = x._replace(bias=x.bias + 200)
+    if case.key_ranges == 2:
+        ranges = torch.tensor([16, 64, 85, 98], dtype=torch.int32)
+        x = x._replace(key_ranges=ranges.expand(x.key_ranges.shape))
+    return x, dout, dlse
+
+
+BIASED = Case(batch=1, heads_q=1, heads_k=1, head_dim=16, seqlen_q=20, seqlen_k=100, bias="k")
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "mods",
+    [
+        {"window": (30, 20, 5)},
+        {"key_ranges": 2},
+        {"key_ranges": 1, "tree_mask": True, "alibi": "h"},
+        {"softcap": 2.0, "varlen": "qk", "used": "qk", "batch": 2},
+    ],
+    ids=str,
+)
+def test_rows_far_from_0_see_each_key_once(mods):
+    """Gradients of queries with a bias are computed again for such rows."""
+    built = build(replace(BIASED, **mods), edit=moved)
+    budget.check(built, budget.backend_results(Interpreted(TILES), built))
 
 
 @interpreted

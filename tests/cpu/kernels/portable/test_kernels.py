@@ -145,6 +145,22 @@ def test_splitting_the_keys_stays_within_the_budget(case):
     budget.run(Interpreted(TILES, num_splits=4), replace(case, backward=False))
 
 
+# Sequences of 1 to 17 keys: the last key, and the diagonal, lie anywhere in a tile of 16.
+LENGTHS = range(1, TILES.block_n + 2)
+OF_LENGTHS = Case(batch=len(LENGTHS), seqlen_q=3, seqlen_k=17, heads_q=1, heads_k=1, head_dim=8)
+OF_LENGTHS = replace(OF_LENGTHS, varlen="qk", lens_q=(3,) * 17, lens_k=tuple(LENGTHS))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "mods",
+    [{"rel_bias": 40}, {"rel_bias": 7, "dropout_p": 0.3}, {"bias": "qk"}, {"window": (5, 3)}],
+    ids=str,
+)
+def test_the_last_key_may_have_any_place_in_a_tile(mods):
+    budget.run(Interpreted(TILES), replace(OF_LENGTHS, **mods))
+
+
 @interpreted
 @pytest.mark.parametrize("heads", [1, 3])
 def test_each_sequence_is_told_how_many_keys_it_has_afterwards(heads):

@@ -6,6 +6,7 @@ and what is written there is NaN no more. They run in a process of their own: se
 `support.runs.interpreted`.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
+import triton
+import triton.language as tl
 
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
@@ -22,13 +25,13 @@ from heedful.core.registry.configs import ROWS
 from heedful.core.registry.tiles import TileConfig
 from heedful.launch.bind import portable, portable_cache
 from heedful.launch.program import buffers, programs
-from heedful.launch.spec import Program
+from heedful.launch.spec import KernelCall, KernelRef, Pointer, Program, Scalar
 from heedful.torch.base.arrays import array_spec
 from heedful.torch.eager.cache_update import append_kv
 from support.fenced import Fenced
 from support.problems.grids import in_turns
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
-from support.runs.interpreter import interpret
+from support.runs.interpreter import interpret, run_call
 
 TILES = TileConfig(16, 16)
 KERNELS = {row.kernel: TILES for row in ROWS if row.kernel.startswith("portable.")}
@@ -331,6 +334,29 @@ def test_hopper_clears_tokens_of_no_sequence_and_tells_of_tiles_that_exist(bound
     assert (lse[..., free] == -INF).all() and (lse[..., ~free] == 7).all()
     untouched = out if num_splits > 1 else out[~free]
     assert (untouched == 7).all() and (num_splits > 1 or (out[free] == 0).all())
+
+
+@triton.jit
+def touch(x, count, at, IS_STORED: tl.constexpr):
+    lanes = tl.arange(0, 4)
+    if IS_STORED:
+        tl.store(x + at + lanes, lanes.to(tl.float32), mask=lanes < count)
+    else:
+        tl.sum(tl.load(x + at + lanes, mask=lanes < count), 0)
+
+
+@interpreted
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(
+    "at, count, inside", [(0, 4, True), (3, 3, True), (3, 4, False), (-1, 4, False), (9, 0, True)]
+)
+def test_an_element_beside_a_tensor_is_noticed_whatever_is_made_of_it(at, count, inside, stored):
+    """All programs that the interpreter runs in tests are looked after so."""
+    arrays = {"x": torch.zeros(8)[1:7], "y": torch.zeros(8)}
+    given = {"x": Pointer("x", "float32"), "count": Scalar(count), "at": Scalar(at)}
+    call = KernelCall(KernelRef(__name__, "touch"), (1, 1, 1), given | {"IS_STORED": stored})
+    with nullcontext() if inside else pytest.raises(Exception, match="outside of the arrays"):
+        run_call(call, arrays)
 
 
 @starts_interpreter
