@@ -18,7 +18,11 @@ from heedful.kernels.common import constants
 from heedful.kernels.common.log_sum import log_sum_exp, rounded_log_sum_exp
 from heedful.kernels.common.parts import part_weights
 from heedful.kernels.common.statistics import any_far, is_far, with_statistics
+from heedful.launch.bind.portable import combine_call
+from heedful.launch.spec import Program
+from heedful.torch.base.arrays import array_spec
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+from support.runs.interpreter import interpret
 
 SUMS = torch.tensor([1.0, 3.0, 300.0, 1.7e5])
 MAXIMA = (0.0, 0.01, 3.0, -700.0, 1e4, 1.7e7, -1e9, -1e30, torch.finfo(torch.float32).min)
@@ -173,3 +177,44 @@ def test_a_part_that_saw_nothing_has_no_weight_beside_one_that_did_or_did_not():
     assert told[2].tolist() == [0.0, 1.0, 0.0, 1.0]
     assert told[3].tolist() == [1.0, 0.0, 0.0, 1.0]
     assert told[0].tolist() == [some, some, none, 0.0]
+
+
+@interpreted
+@pytest.mark.parametrize("more", [(), ("apart",), ("apart", "sink")], ids=str)
+@pytest.mark.parametrize("size", [0.0, -1e6, 3e7])
+def test_parts_in_two_numbers_are_merged_with_the_digits_of_both(size, more):
+    """Whatever they are: numbers of float32 near 3e7 are 2 apart."""
+    heads, rows, dim, splits = 2, 5, 8, 3
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.randn(4, heads, rows, generator=generator, dtype=torch.float64) * 3 + size
+    # A part without keys, and a row without any.
+    exact[0, 0, 0] = exact[:, 1, 3] = -math.inf
+    lse = exact.float()
+    rest = torch.where(exact.isfinite(), exact - lse.double(), 0.0).float()
+    exact = torch.where(exact.isfinite(), lse.double() + rest.double(), exact)
+    parts = torch.randn(4, rows, heads, dim, generator=generator)
+    sink = torch.randn(heads, generator=generator) + size
+    x = {"partial_out": parts[:splits], "partial_lse": lse[:splits], "partial_rest": rest[:splits]}
+    x |= {"out": torch.empty(rows, heads, dim), "lse": torch.empty(heads, rows)}
+    x["rest"] = torch.full((heads, rows), math.nan)
+    taken = [*exact[:splits]]
+    if "apart" in more:
+        x |= {"apart_out": parts[3], "apart_lse": lse[3], "apart_rest": rest[3]}
+        taken.append(exact[3])
+    values = parts[: len(taken)].double()
+    if "sink" in more:
+        x["sink"] = sink
+        taken.append(sink.double()[:, None].expand(heads, rows))
+        values = torch.cat([values, torch.zeros_like(values[:1])])
+    interpret(Program((combine_call({n: array_spec(t) for n, t in x.items()}),), ()), x)
+
+    every = torch.stack(taken)
+    total = every.logsumexp(0)
+    # Near the size, where float64 has digits left.
+    got, is_any = x["lse"].double() + x["rest"].double(), total.isfinite()
+    assert ((got - total).abs() <= 2.0**-21)[is_any].all(), (got - total).abs()
+    assert x["lse"][~is_any].tolist() == [-math.inf] * int((~is_any).sum())
+    assert (x["rest"][~is_any] == 0).all()
+    weights = (every - torch.where(is_any, total, 0.0)).exp().mT[..., None]
+    want = (weights * values).sum(0)
+    assert ((x["out"].double() - want).abs() <= 2.0**-19 * values.abs().amax()).all()
