@@ -202,16 +202,8 @@ def test_packed_tokens_without_any_sequence_are_zeros():
     assert (out == 0).all() and (lse == -INF).all()
 
 
-@interpreted
-@pytest.mark.parametrize("bounds", ["falling", "outside"])
-def test_gradients_of_impossible_bounds_stay_inside(bounds):
-    cu = ints(*BOUNDS[bounds])
-    problem = AttentionProblem.dense(3, 40, 40, 2, needs_grad=True, bias=True, **PACKED)
-    problem = replace(problem, bias_grad=True, seqlen_q=12, seqlen_k=12)
-    x = {name: Fenced.like(randn(40, 2, 16)) for name in "qkv"}
-    x |= {"bias": Fenced.like(randn(3, 2, 12, 12)), "dout": Fenced.like(randn(40, 2, 16))}
-    given: Named = {name: fenced.inside for name, fenced in x.items()}
-    given |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+def gradients(problem: AttentionProblem, **given: Any) -> dict[str, torch.Tensor]:
+    """Results and gradients, written inside of their tensors. given: with dout."""
     inputs = {name: t for name, t in given.items() if name != "dout"}
     given["out"], given["lse"] = forward(problem, **inputs)
     outputs = {f"d{name}": Fenced.like(given[name]) for name in ("q", "k", "v", "bias")}
@@ -222,6 +214,40 @@ def test_gradients_of_impossible_bounds_stay_inside(bounds):
     for fenced in outputs.values():
         fenced.assert_whole()
         assert not fenced.inside.isnan().any()
+    return {name: given[name] for name in ("out", "lse", *outputs)}
+
+
+def biased(sequences: int) -> tuple[AttentionProblem, dict[str, torch.Tensor]]:
+    """Packed sequences beside a bias that has room for 12 queries and keys of each."""
+    problem = AttentionProblem.dense(
+        sequences, 40, 40, 2, needs_grad=True, bias=True, bias_grad=True, **PACKED
+    )
+    x = {name: Fenced.like(randn(40, 2, 16)) for name in ("q", "k", "v", "dout")}
+    x["bias"] = Fenced.like(randn(sequences, 2, 12, 12))
+    given = {name: fenced.inside for name, fenced in x.items()}
+    return replace(problem, seqlen_q=12, seqlen_k=12), given
+
+
+@interpreted
+@pytest.mark.parametrize("bounds", ["falling", "outside"])
+def test_gradients_of_impossible_bounds_stay_inside(bounds):
+    cu = ints(*BOUNDS[bounds])
+    problem, given = biased(3)
+    gradients(problem, **given, cu_seqlens_q=cu, cu_seqlens_k=cu)
+
+
+@interpreted
+def test_a_sequence_longer_than_a_bias_ends_where_that_does():
+    problem, given = biased(2)
+    given["cu_seqlens_q"] = given["cu_seqlens_k"] = ints(0, 20, 40)
+    got = gradients(problem, **given)
+    used = replace(problem, used_q=True, used_k=True)
+    want = gradients(used, **given, seqused_q=ints(12, 12), seqused_k=ints(12, 12))
+    # Nobody computes whole tiles of rows behind.
+    rows = [*range(16), *range(20, 36)]
+    for name, tensor in want.items():
+        at = (slice(None), rows) if name == "lse" else rows if name != "dbias" else ...
+        assert torch.equal(got[name][at], tensor[at]), name
 
 
 def append(x: dict[str, torch.Tensor], page_size: int = 0, position0: int = 0) -> torch.Tensor:
