@@ -5,8 +5,9 @@ float32 and float16 only: its bfloat16 dot multiplies bit patterns.
 """
 
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -20,6 +21,8 @@ from heedful.launch.spec import KernelCall, Pointer, Program, Scalar, TensorMap,
 _one_launch = new_lock()
 # Addresses that launches have prefetched, since somebody emptied it.
 prefetched: list[int] = []
+# How the interpreter's builder loads, stores, and adds to what is stored.
+_ACCESSES = "create_masked_load", "create_masked_store", "create_atomic_rmw"
 
 
 def interpret(program: Program, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,9 +50,13 @@ def interpret(program: Program, tensors: Mapping[str, Any]) -> dict[str, Any]:
     return scratch
 
 
-def run_call(call: KernelCall, arrays: Mapping[str, Any]) -> None:
+def run_call(call: KernelCall, arrays: Mapping[str, Any], are_whole: bool = True) -> None:
     """Interprets one launch on the arrays of its buffers. Launches are in order, so that how one is
-    queued (cluster, programmatic, cooperative) does not matter."""
+    queued (cluster, programmatic, cooperative) does not matter.
+
+    AssertionError where the kernel loads or stores outside of the arrays, whatever it makes of what
+    is there. are_whole: whether each array says where it ends.
+    """
     from triton.language import constexpr
 
     def value_of(name: str, leaf: object, path: tuple[int, ...]) -> Any:
@@ -65,8 +72,65 @@ def run_call(call: KernelCall, arrays: Mapping[str, Any]) -> None:
 
     kernel = getattr(import_module(call.kernel.module), call.kernel.function)
     values = {name: map_leaves(name, x, value_of) for name, x in call.parameters.items()}
-    with _one_launch, _patched_once(), _types_made_once():
+    bounds = _bounded(arrays) if are_whole else nullcontext()
+    with _one_launch, _patched_once(), _types_made_once(), bounds:
         kernel[call.grid](**values)
+
+
+@contextmanager
+def _bounded(arrays: Mapping[str, Any]) -> Iterator[None]:
+    """Within it, whatever is loaded or stored lies within one of the arrays."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    spans = [[0, 0]]
+    for begin, end in sorted(_span(array) for array in arrays.values() if array.numel()):
+        if begin < spans[-1][1]:
+            spans[-1][1] = max(spans[-1][1], end)
+        else:
+            spans.append([begin, end])
+    begins = [begin for begin, _ in spans]
+    load, store, add = (getattr(builder, name) for name in _ACCESSES)
+
+    def assert_inside(pointers: Any, mask: Any) -> None:
+        places = pointers.data[mask.data]
+        if not places.size:
+            return
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        first, end = int(places.min()), int(places.max()) + size
+        span = spans[bisect_right(begins, first) - 1]
+        if end <= span[1]:
+            return
+        for place in places.tolist():
+            assert place + size <= spans[bisect_right(begins, place) - 1][1], (
+                "an access outside of the arrays"
+            )
+
+    def load_inside(pointers: Any, mask: Any, *rest: Any) -> Any:
+        assert_inside(pointers, mask)
+        return load(pointers, mask, *rest)
+
+    def store_inside(pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        assert_inside(pointers, mask)
+        return store(pointers, value, mask, *rest)
+
+    def add_inside(kind: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        assert_inside(pointers, mask)
+        return add(kind, pointers, value, mask, *rest)
+
+    vars(builder).update(zip(_ACCESSES, (load_inside, store_inside, add_inside), strict=True))
+    try:
+        yield
+    finally:
+        for name in _ACCESSES:
+            del vars(builder)[name]
+
+
+def _span(array: Any) -> tuple[int, int]:
+    """The addresses of a tensor: from its first element to behind the last."""
+    sizes = zip(array.shape, array.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in sizes)
+    begin = array.data_ptr()
+    return begin, begin + (last + 1) * array.element_size()
 
 
 @contextmanager

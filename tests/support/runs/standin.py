@@ -279,7 +279,7 @@ def _interpret(call: KernelCall, launch: Launch) -> None:
     pointers = (name for name, leaf in call.arguments.items() if isinstance(leaf, Pointer))
     arrays = {name: _pointer(launch.types[name], launch.arguments[name]) for name in pointers}
     parameters = {name: map_leaves(name, x, read) for name, x in call.parameters.items()}
-    run_call(replace(call, parameters=parameters, grid=launch.grid), arrays)
+    run_call(replace(call, parameters=parameters, grid=launch.grid), arrays, are_whole=False)
 
 
 def _pointer(kind: str, address: int) -> torch.Tensor:

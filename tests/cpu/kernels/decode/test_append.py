@@ -36,7 +36,8 @@ BATCH, HEADS, DIM, CAPACITY = 3, 2, 32, 60
 STARTS = torch.tensor([3, 41, -1], dtype=torch.int32)
 # What a call has on top of BATCH sequences of one query.
 CASES: dict[str, dict[str, Any]] = {
-    "one token": {},
+    # One of them is the first of its sequence.
+    "one token": {"starts": (0, 41, -1)},
     "one token, rotated by halves": {"rotary": False},
     "one token, rotated by pairs": {"rotary": True},
     "queries at one position": {"new": 4, "q_len": 4, "rotary": True, "causal": False},

@@ -343,6 +343,16 @@ def test_probabilities_times_scales_of_any_size_fit_float16(low, high):
     assert ((got - want).abs() <= 1e-5 * largest).all()
 
 
+@interpreted
+@pytest.mark.parametrize("scale", [0.0, 2.0**-126, -(2.0**-126), 2.0**-100])
+def test_equal_probabilities_beside_the_smallest_scales_have_finite_sums(scale):
+    weights, sums = torch.zeros(2, 8, 16), torch.empty(8)
+    scales = torch.full((2, 16), scale)
+    weigh[1,](torch.ones(2, 8, 16), scales, weights, sums, tl.constexpr(8), tl.constexpr(16))
+    assert sums.isfinite().all()
+    assert (weights.double() / sums[:, None].double() == scales[:, None].double() / 32).all()
+
+
 @triton.jit
 def fit(x, out, factors, M: tl.constexpr, D: tl.constexpr):
     at = tl.arange(0, M)[:, None] * D + tl.arange(0, D)[None, :]

@@ -267,6 +267,8 @@ APART = (
     replace(TINY, v_in_k=True, head_dim=80, head_dim_v=64, page_size=4, window=(7, 0)),
     replace(TINY, v_in_k=True, head_dim=576, head_dim_v=512, kv_dtype="fp8_ds_mla", page_size=5),
     replace(TINY, head_dim=8, head_dim_v=24, layout="heads_first", sink=True, heads_k=2),
+    # A scale of each value.
+    replace(TINY, kv_dtype="int8", kv_group=1, head_dim=16, kv_shift=True),
 )
 
 
@@ -275,6 +277,54 @@ APART = (
 @pytest.mark.parametrize("rows", [16, 8])
 def test_no_size_is_taken_for_another(case, rows):
     budget.run(Interpreted(2, replace(TILES, block_m=rows)), case)
+
+
+@triton.constexpr_function
+def unit_of_integers(_values, stored, _dtype, _method):
+    """`unit_of` as conversions of integers to bfloat16 have it."""
+    return 64.0 if stored.is_int8() or stored.is_uint8() else 1.0
+
+
+@triton.jit
+def in_units(
+    words,
+    VALUES: tl.constexpr,
+    STORED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    CONVERSION: tl.constexpr,
+    i: tl.constexpr,
+):
+    """`value_of_words` as these conversions have it: in float16, exactly."""
+    return value_of_words(words, VALUES, STORED, DTYPE, tl.constexpr(0), i) * 0.015625
+
+
+IN_UNITS = replace(TINY, kv_dtype="int8", head_dim=64, seqlen_q=2)
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [16, 8])
+@pytest.mark.parametrize(
+    "case",
+    [
+        IN_UNITS,
+        replace(IN_UNITS, alibi="h"),
+        replace(IN_UNITS, kv_group=64, kv_shift=True),
+        replace(IN_UNITS, kv_group=32, kv_shift=True, page_size=3),
+        replace(IN_UNITS, kv_group=8, kv_shift=True),
+        replace(IN_UNITS, kv_group=1, head_dim=16, kv_shift=True, softcap=3.0),
+        replace(IN_UNITS, kv_dtype="int4", kv_group=16, kv_shift=True),
+        replace(IN_UNITS, v_in_k=True, head_dim=80, head_dim_v=64),
+    ],
+    ids=str,
+)
+def test_integers_that_conversions_make_too_small_are_within_the_budget(case, rows):
+    """Converted to bfloat16 they are 64 times too small, which scores, results and shifts of groups
+    make up for."""
+    with (
+        mock.patch.object(kernel, "unit_of", unit_of_integers),
+        mock.patch.object(kernel, "value_of_words", in_units),
+    ):
+        budget.run(Interpreted(2, replace(TILES, block_m=rows)), case)
 
 
 seen: set[str] = set()

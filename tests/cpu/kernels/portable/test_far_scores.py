@@ -10,11 +10,20 @@ import pytest
 
 pytest.importorskip("triton")
 
+import torch
 
+from heedful.core.base.device import by_name
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import Plan
 from heedful.core.registry.tiles import TileConfig
-from support.problems import far_scores
+from heedful.launch.bind import portable
+from heedful.launch.spec import Program
+from heedful.torch.base.arrays import array_spec
+from support.problems import budget, far_scores
+from support.problems.cases import Case, build
 from support.problems.far_scores import SMALL, by_backend, far
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+from support.runs.interpreter import interpret
 from support.runs.portable_programs import Interpreted
 
 TILES = TileConfig(16, 16)
@@ -68,6 +77,63 @@ def test_forward_and_gradients_are_within_the_budget(problem):
 @pytest.mark.parametrize("problem", SPLIT, ids=str)
 def test_splits_of_the_keys_are_within_the_budget(problem):
     far_scores.check(problem, by_backend(Interpreted(TILES, problem.case.num_splits)))
+
+
+def moved(case, x, dout, dlse, _values):
+    """A bias of 200 more: all rows are far from 0. Ranges of which the earlier has more tiles."""
+    x = x._replace(bias=x.bias + 200)
+    if case.key_ranges == 2:
+        ranges = torch.tensor([16, 64, 85, 98], dtype=torch.int32)
+        x = x._replace(key_ranges=ranges.expand(x.key_ranges.shape))
+    return x, dout, dlse
+
+
+BIASED = Case(batch=1, heads_q=1, heads_k=1, head_dim=16, seqlen_q=20, seqlen_k=100, bias="k")
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "mods",
+    [
+        {"window": (30, 20, 5)},
+        {"key_ranges": 2},
+        {"key_ranges": 1, "tree_mask": True, "alibi": "h"},
+        {"softcap": 2.0, "varlen": "qk", "used": "qk", "batch": 2},
+    ],
+    ids=str,
+)
+def test_rows_far_from_0_see_each_key_once(mods):
+    """Gradients of queries with a bias are computed again for such rows."""
+    built = build(replace(BIASED, **mods), edit=moved)
+    budget.check(built, budget.backend_results(Interpreted(TILES), built))
+
+
+@interpreted
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("referred", [False, True])
+def test_gradients_of_sinks_are_of_the_references_or_else_of_the_log_sum_exps(referred, packed):
+    """Rows that see nothing, of which anything may be stored, add nothing."""
+    generator = torch.Generator().manual_seed(0)
+    shape, heads = ((2, 300) if packed else (3, 2, 70)), 2
+    lse, delta = (torch.randn(shape, generator=generator) for _ in range(2))
+    is_hidden = torch.rand(shape, generator=generator) < 0.2
+    x = {"lse": lse.masked_fill(is_hidden, -torch.inf), "sink": torch.tensor([0.7, -0.4])}
+    x |= {"delta": delta.masked_fill(is_hidden, torch.nan), "dsink": torch.full((2,), torch.nan)}
+    reference, factor = lse.double(), torch.ones(())
+    if referred:
+        x["reference"], x["factor"] = lse - 2, torch.rand(shape, generator=generator)
+        reference, factor = x["reference"].double(), x["factor"]
+    problem = AttentionProblem.dense(3, 70, 70, heads, sink=True, needs_grad=True)
+    plan = Plan(problem, by_name("H200"), "hopper", "run", configs={})
+    specs = {name: array_spec(tensor) for name, tensor in x.items()}
+    interpret(Program(tuple(portable.calls_beside(problem, plan, specs)), ()), x)
+    terms = (x["sink"].double()[:, None] - reference).exp() * factor * -delta
+    want = terms.masked_fill(is_hidden, 0.0)
+    want = want.sum((-1,) if packed else (0, -1))
+    # Exponents are below 8 in magnitude, of which a unit of float32 is lost in each term.
+    assert (x["sink"].double()[:, None] - reference).abs().max() < 8
+    bound = 8 * 2.0**-23 * terms.abs().nan_to_num().sum()
+    assert ((x["dsink"].double() - want).abs() <= bound).all()
 
 
 @interpreted

@@ -145,6 +145,38 @@ def test_splitting_the_keys_stays_within_the_budget(case):
     budget.run(Interpreted(TILES, num_splits=4), replace(case, backward=False))
 
 
+def of_lengths(side: str, lengths: tuple[int, ...], **facts) -> Case:
+    """A sequence of each length in keys ("k") or queries ("q"), and of 3 on the other side."""
+    few = (3,) * len(lengths)
+    q, k = (lengths, few) if side == "q" else (few, lengths)
+    sides = {"lens_q": q, "lens_k": k, "seqlen_q": max(q), "seqlen_k": max(k)}
+    one_head = {"heads_q": 1, "heads_k": 1, "head_dim": 8, "varlen": "qk"}
+    return Case(**{"batch": len(lengths), **one_head, **sides, **facts})
+
+
+# The last key, and the diagonal, lie anywhere in a tile; or at its edges.
+ANYWHERE, EDGES = tuple(range(1, TILES.block_n + 2)), (1, 2, 15, 16, 17)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "case",
+    [
+        of_lengths("k", ANYWHERE, rel_bias=40),
+        of_lengths("k", ANYWHERE, rel_bias=7, dropout_p=0.3),
+        of_lengths("k", EDGES, bias="qk"),
+        of_lengths("k", EDGES, window=(5, 3)),
+        of_lengths("q", EDGES, bias="k", sink=True),
+        of_lengths("q", EDGES, key_ranges=2, heads_q=2),
+        # Heads have longer lists than those that they share keys with.
+        small(block_mask=32, ranges_of="h", heads_q=3, heads_k=1, head_dim=8, seqlen_q=33),
+    ],
+    ids=str,
+)
+def test_the_last_row_may_have_any_place_in_a_tile(case):
+    budget.run(Interpreted(TILES), case)
+
+
 @interpreted
 @pytest.mark.parametrize("heads", [1, 3])
 def test_each_sequence_is_told_how_many_keys_it_has_afterwards(heads):

@@ -6,6 +6,7 @@ and what is written there is NaN no more. They run in a process of their own: se
 `support.runs.interpreted`.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
+import triton
+import triton.language as tl
 
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
@@ -22,13 +25,13 @@ from heedful.core.registry.configs import ROWS
 from heedful.core.registry.tiles import TileConfig
 from heedful.launch.bind import portable, portable_cache
 from heedful.launch.program import buffers, programs
-from heedful.launch.spec import Program
+from heedful.launch.spec import KernelCall, KernelRef, Pointer, Program, Scalar
 from heedful.torch.base.arrays import array_spec
 from heedful.torch.eager.cache_update import append_kv
 from support.fenced import Fenced
 from support.problems.grids import in_turns
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
-from support.runs.interpreter import interpret
+from support.runs.interpreter import interpret, run_call
 
 TILES = TileConfig(16, 16)
 KERNELS = {row.kernel: TILES for row in ROWS if row.kernel.startswith("portable.")}
@@ -199,16 +202,8 @@ def test_packed_tokens_without_any_sequence_are_zeros():
     assert (out == 0).all() and (lse == -INF).all()
 
 
-@interpreted
-@pytest.mark.parametrize("bounds", ["falling", "outside"])
-def test_gradients_of_impossible_bounds_stay_inside(bounds):
-    cu = ints(*BOUNDS[bounds])
-    problem = AttentionProblem.dense(3, 40, 40, 2, needs_grad=True, bias=True, **PACKED)
-    problem = replace(problem, bias_grad=True, seqlen_q=12, seqlen_k=12)
-    x = {name: Fenced.like(randn(40, 2, 16)) for name in "qkv"}
-    x |= {"bias": Fenced.like(randn(3, 2, 12, 12)), "dout": Fenced.like(randn(40, 2, 16))}
-    given: Named = {name: fenced.inside for name, fenced in x.items()}
-    given |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+def gradients(problem: AttentionProblem, **given: Any) -> dict[str, torch.Tensor]:
+    """Results and gradients, written inside of their tensors. given: with dout."""
     inputs = {name: t for name, t in given.items() if name != "dout"}
     given["out"], given["lse"] = forward(problem, **inputs)
     outputs = {f"d{name}": Fenced.like(given[name]) for name in ("q", "k", "v", "bias")}
@@ -219,6 +214,40 @@ def test_gradients_of_impossible_bounds_stay_inside(bounds):
     for fenced in outputs.values():
         fenced.assert_whole()
         assert not fenced.inside.isnan().any()
+    return {name: given[name] for name in ("out", "lse", *outputs)}
+
+
+def biased(sequences: int) -> tuple[AttentionProblem, dict[str, torch.Tensor]]:
+    """Packed sequences beside a bias that has room for 12 queries and keys of each."""
+    problem = AttentionProblem.dense(
+        sequences, 40, 40, 2, needs_grad=True, bias=True, bias_grad=True, **PACKED
+    )
+    x = {name: Fenced.like(randn(40, 2, 16)) for name in ("q", "k", "v", "dout")}
+    x["bias"] = Fenced.like(randn(sequences, 2, 12, 12))
+    given = {name: fenced.inside for name, fenced in x.items()}
+    return replace(problem, seqlen_q=12, seqlen_k=12), given
+
+
+@interpreted
+@pytest.mark.parametrize("bounds", ["falling", "outside"])
+def test_gradients_of_impossible_bounds_stay_inside(bounds):
+    cu = ints(*BOUNDS[bounds])
+    problem, given = biased(3)
+    gradients(problem, **given, cu_seqlens_q=cu, cu_seqlens_k=cu)
+
+
+@interpreted
+def test_a_sequence_longer_than_a_bias_ends_where_that_does():
+    problem, given = biased(2)
+    given["cu_seqlens_q"] = given["cu_seqlens_k"] = ints(0, 20, 40)
+    got = gradients(problem, **given)
+    used = replace(problem, used_q=True, used_k=True)
+    want = gradients(used, **given, seqused_q=ints(12, 12), seqused_k=ints(12, 12))
+    # Nobody computes whole tiles of rows behind.
+    rows = [*range(16), *range(20, 36)]
+    for name, tensor in want.items():
+        at = (slice(None), rows) if name == "lse" else rows if name != "dbias" else ...
+        assert torch.equal(got[name][at], tensor[at]), name
 
 
 def append(x: dict[str, torch.Tensor], page_size: int = 0, position0: int = 0) -> torch.Tensor:
@@ -331,6 +360,29 @@ def test_hopper_clears_tokens_of_no_sequence_and_tells_of_tiles_that_exist(bound
     assert (lse[..., free] == -INF).all() and (lse[..., ~free] == 7).all()
     untouched = out if num_splits > 1 else out[~free]
     assert (untouched == 7).all() and (num_splits > 1 or (out[free] == 0).all())
+
+
+@triton.jit
+def touch(x, count, at, IS_STORED: tl.constexpr):
+    lanes = tl.arange(0, 4)
+    if IS_STORED:
+        tl.store(x + at + lanes, lanes.to(tl.float32), mask=lanes < count)
+    else:
+        tl.sum(tl.load(x + at + lanes, mask=lanes < count), 0)
+
+
+@interpreted
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(
+    "at, count, inside", [(0, 4, True), (3, 3, True), (3, 4, False), (-1, 4, False), (9, 0, True)]
+)
+def test_an_element_beside_a_tensor_is_noticed_whatever_is_made_of_it(at, count, inside, stored):
+    """All programs that the interpreter runs in tests are looked after so."""
+    arrays = {"x": torch.zeros(8)[1:7], "y": torch.zeros(8)}
+    given = {"x": Pointer("x", "float32"), "count": Scalar(count), "at": Scalar(at)}
+    call = KernelCall(KernelRef(__name__, "touch"), (1, 1, 1), given | {"IS_STORED": stored})
+    with nullcontext() if inside else pytest.raises(Exception, match="outside of the arrays"):
+        run_call(call, arrays)
 
 
 @starts_interpreter

@@ -27,8 +27,9 @@ from heedful.core.registry.tiles import PortablePartsConfig
 from support.problems import budget, ways
 from support.problems.cases import Case
 from support.problems.grids import in_turns
-from support.runs import standin
+from support.runs import portable_programs, standin
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+from support.runs.interpreter import interpret
 from support.runs.portable_programs import Interpreted
 
 TILES = PortablePartsConfig(16, 16, 1, 1, part_keys=32)
@@ -206,6 +207,24 @@ class InParts(Interpreted):
 @pytest.mark.parametrize("case, num_splits", in_turns(CASES, [1, 3]), ids=str)
 def test_results_are_within_the_budget(case, num_splits):
     budget.run(InParts(TILES, num_splits), case)
+
+
+def interpret_with_poison(program, tensors) -> None:
+    """As `interpret`, but that what is no number beside a part without keys stays so: kernels that
+    clear such parts write no rest."""
+    attention, merge = program.calls
+    made = interpret(replace(program, calls=(attention,)), tensors)
+    is_empty = made["partial_lse"] == -torch.inf
+    assert is_empty.any()
+    made["partial_rest"].masked_fill_(is_empty, torch.nan)
+    interpret(replace(program, calls=(merge,), workspaces=()), {**tensors, **made})
+
+
+@interpreted
+@pytest.mark.parametrize("case", [small(causal=True), small(causal=True, sink=True)], ids=str)
+def test_a_part_without_keys_need_not_have_a_rest(case):
+    with mock.patch.object(portable_programs, "interpret", interpret_with_poison):
+        budget.run(InParts(TILES, 3), case)
 
 
 @starts_interpreter

@@ -41,12 +41,20 @@ BOTH_WAYS = [
     (HIGH, replace(UNEQUAL, heads_q=2, heads_k=1, key_ranges=2, ranges_of="bh", used="q")),
     (WIDE, replace(ALONE, heads_q=2, key_ranges=1, varlen="qk", batch=2, window=(-1, 9))),
 ]
+PROBS = replace(UNEQUAL, batch=3, heads_q=2, heads_k=1, return_probs=True)
 FORWARD = [
     (HIGH, 1, replace(UNEQUAL, heads_q=2, return_probs=True, dropout_p=0.4, softcap=2.0, seed=5)),
     (WIDE, 3, replace(UNEQUAL, heads_q=4, page_size=6, tree_mask=True, sink=True)),
     (HIGH, 2, replace(UNEQUAL, kv_dtype="int8", kv_group=10, kv_shift=True, leftpad_k=True)),
     (WIDE, 1, replace(UNEQUAL, kv_dtype="int4", kv_group=20, kv_batch_idx=True, causal=True)),
     (HIGH, 1, replace(UNEQUAL, kv_dtype="int8", varlen="q", used="k", page_size=9)),
+    # A scale of each value, of rows without pages.
+    (WIDE, 1, replace(UNEQUAL, heads_q=2, kv_dtype="int8", kv_group=1, kv_shift=True)),
+    # Probabilities of sequences that begin anywhere.
+    (WIDE, 1, replace(PROBS, varlen="qk", used="qk", dropout_p=0.3, bias="hq", alibi="bh")),
+    (HIGH, 1, replace(PROBS, varlen="q", kv_dtype="int8", kv_group=10, page_size=7, causal=True)),
+    (WIDE, 1, replace(PROBS, kv_batch_idx=True, leftpad_k=True, tree_mask=True, window=(9, 3, 2))),
+    (HIGH, 1, replace(PROBS, varlen="qk", key_ranges=2, rel_bias=9, q_offsets=True)),
 ]
 
 
