@@ -52,9 +52,9 @@ from heedful.torch.operands.plain import is_same, plain_options, plain_update, p
 from heedful.torch.operands.values import check_room, is_readable
 from heedful.torch.traced import library
 
-# The arguments that hold tensors.
+# The arguments that hold tensors: those of most calls, then the others.
 _ARGUMENTS = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens")
-_ARGUMENTS += ("cache_batch_idx", "cache_leftpad", "block_table", "alibi_slopes", "k_descale")
+_ARGUMENTS += ("block_table", "cache_batch_idx", "cache_leftpad", "alibi_slopes", "k_descale")
 _ARGUMENTS += ("v_descale", "k_shift", "v_shift", "sink", "tree_mask", "key_ranges", "rel_bias")
 _ARGUMENTS += ("shared_prefix", "out")
 # The names of the arrays in programs that are not operands.
@@ -171,28 +171,26 @@ def flash_attn_with_kvcache(
         backend, key_ranges = with_documents(backend, key_ranges)
     if not dispatched and any_autocast() and is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k_cache, k, v)
-    values = softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits
-    values += return_softmax_lse, backend
-    places = cache_seqlens, cache_batch_idx, cache_leftpad, block_table
-    scales = k_descale, v_descale, k_shift, v_shift
-    tensors = (
-        q,
-        k_cache,
-        v_cache,
-        k,
-        v,
-        rotary_cos,
-        rotary_sin,
-        *places,
-        alibi_slopes,
-        *scales,
-        sink,
-        tree_mask,
-        key_ranges,
-        rel_bias,
-        shared_prefix,
-        out,
-    )
+    numbers = softmax_scale, causal, softcap, rotary_interleaved, num_splits, return_softmax_lse
+    values = numbers, window_size, backend
+    tensors = q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, block_table
+    if not (
+        cache_batch_idx is None
+        and cache_leftpad is None
+        and alibi_slopes is None
+        and k_descale is None
+        and v_descale is None
+        and k_shift is None
+        and v_shift is None
+        and sink is None
+        and tree_mask is None
+        and key_ranges is None
+        and rel_bias is None
+        and shared_prefix is None
+        and out is None
+    ):
+        tensors += (cache_batch_idx, cache_leftpad, alibi_slopes, k_descale, v_descale)
+        tensors += (k_shift, v_shift, sink, tree_mask, key_ranges, rel_bias, shared_prefix, out)
     if dispatched:
         with torch.no_grad():
             parts = _parts(values, tensors, Operands, Options, CacheUpdate, block_mask)
@@ -200,7 +198,7 @@ def flash_attn_with_kvcache(
     if block_mask is not None:
         parts = _parts(values, tensors, new_operands, new_options, new_update, block_mask)
         return _eager(*parts, out)
-    known_as: Any = (*values, *map(type, values + tensors))
+    known_as: Any = (values, *map(type, numbers + tensors))
     call, addresses = None, None
     try:
         # Tensors like those of the last such call are known without a key.
@@ -224,7 +222,7 @@ def flash_attn_with_kvcache(
 
 
 # The names of operands in the order of `_ARGUMENTS`, "" for what is none.
-_OPERANDS = ("q", "k", "v", *[""] * 5, "kv_batch_idx", "leftpad_k", "block_table", "alibi_slopes")
+_OPERANDS = ("q", "k", "v", *[""] * 5, "block_table", "kv_batch_idx", "leftpad_k", "alibi_slopes")
 _OPERANDS += ("k_descale", "v_descale", "k_shift", "v_shift", "sink", "tree_mask", "key_ranges")
 _OPERANDS += ("rel_bias",)
 
@@ -233,9 +231,11 @@ def _parts(
     values: tuple, tensors: tuple, operands, options, update, block_mask: Any = None
 ) -> tuple[Operands, Options, CacheUpdate]:
     """The operands, options and update of a call, made by these functions. tensors: its arguments
-    that are tensors, in the order of `_ARGUMENTS`; values: the others."""
-    scale, causal, window_size, softcap, interleaved, splits, return_lse, backend = values
-    q, k_cache, _, k, v, cos, sin, used, *_, prefix, _ = tensors
+    that are tensors, in the order of `_ARGUMENTS`, the last of which may be missing; values: the
+    others."""
+    (scale, causal, softcap, interleaved, splits, return_lse), window_size, backend = values
+    q, k_cache, *_ = tensors
+    prefix = tensors[-2] if len(tensors) == len(_ARGUMENTS) else None
     by_name = {name: t for name, t in zip(_OPERANDS, tensors, strict=False) if name}
     mask = block_operands(block_mask, q, k_cache, is_readable, block_table=by_name["block_table"])
     return (
@@ -250,7 +250,7 @@ def _parts(
             num_splits=splits,
             backend=backend,
         ),
-        update(k, v, cos, sin, used, interleaved, prefix),
+        update(*tensors[3:8], interleaved, prefix),
     )
 
 
