@@ -52,9 +52,9 @@ from heedful.torch.operands.plain import is_same, plain_options, plain_update, p
 from heedful.torch.operands.values import check_room, is_readable
 from heedful.torch.traced import library
 
-# The arguments that hold tensors.
+# The arguments that hold tensors: those of most calls, then the others.
 _ARGUMENTS = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens")
-_ARGUMENTS += ("cache_batch_idx", "cache_leftpad", "block_table", "alibi_slopes", "k_descale")
+_ARGUMENTS += ("block_table", "cache_batch_idx", "cache_leftpad", "alibi_slopes", "k_descale")
 _ARGUMENTS += ("v_descale", "k_shift", "v_shift", "sink", "tree_mask", "key_ranges", "rel_bias")
 _ARGUMENTS += ("shared_prefix", "out")
 # The names of the arrays in programs that are not operands.
@@ -171,36 +171,32 @@ def flash_attn_with_kvcache(
         backend, key_ranges = with_documents(backend, key_ranges)
     if not dispatched and any_autocast() and is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k_cache, k, v)
-    values = softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits
-    values += return_softmax_lse, backend
-    places = cache_seqlens, cache_batch_idx, cache_leftpad, block_table
-    scales = k_descale, v_descale, k_shift, v_shift
-    tensors = (
-        q,
-        k_cache,
-        v_cache,
-        k,
-        v,
-        rotary_cos,
-        rotary_sin,
-        *places,
-        alibi_slopes,
-        *scales,
-        sink,
-        tree_mask,
-        key_ranges,
-        rel_bias,
-        shared_prefix,
-        out,
-    )
+    numbers = softmax_scale, causal, softcap, rotary_interleaved, num_splits, return_softmax_lse
+    values = numbers, window_size, backend
+    tensors = q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, block_table
+    if not (
+        cache_batch_idx is None
+        and cache_leftpad is None
+        and alibi_slopes is None
+        and k_descale is None
+        and v_descale is None
+        and k_shift is None
+        and v_shift is None
+        and sink is None
+        and tree_mask is None
+        and key_ranges is None
+        and rel_bias is None
+        and shared_prefix is None
+        and out is None
+    ):
+        tensors += (cache_batch_idx, cache_leftpad, alibi_slopes, k_descale, v_descale)
+        tensors += (k_shift, v_shift, sink, tree_mask, key_ranges, rel_bias, shared_prefix, out)
     if dispatched:
         with torch.no_grad():
-            parts = _parts(values, tensors, Operands, Options, CacheUpdate, block_mask)
-            return _traced(*parts, out)
-    if block_mask is not None:
-        parts = _parts(values, tensors, new_operands, new_options, new_update, block_mask)
-        return _eager(*parts, out)
-    known_as: Any = (*values, *map(type, values + tensors))
+            x, update = _arrays(tensors, rotary_interleaved, block_mask, Operands, CacheUpdate)
+            return _traced(x, _options(values, Options), update, out)
+    # A call with a block mask is known by its key alone.
+    known_as: Any = None if block_mask is not None else (values, *map(type, numbers + tensors))
     call, addresses = None, None
     try:
         # Tensors like those of the last such call are known without a key.
@@ -212,45 +208,48 @@ def flash_attn_with_kvcache(
     except (TypeError, RuntimeError):
         # As in `calls.attend`.
         known_as = None
+    if call is not None and addresses is not None and call.run_on is not None:
+        if call.apart_on is not None:
+            call.apart_on.check(addresses)
+        made = call.run_on(addresses)
+        if out is not None:
+            made = [out, *made]
+        return (made[0], made[1]) if call.returns_lse else made[0]
+    x, update = _arrays(tensors, rotary_interleaved, block_mask, new_operands, new_update)
     if call is not None and addresses is not None:
-        if call.run_on is not None:
-            if call.apart_on is not None:
-                call.apart_on.check(addresses)
-            made = call.run_on(addresses)
-            return (made[0], made[1]) if call.returns_lse else made[0]
-        x, _, update = _parts(values, tensors, new_operands, new_options, new_update)
-        return _checked(call, x, update, None)
-    return _eager(*_parts(values, tensors, new_operands, new_options, new_update), out, known_as)
+        return _checked(call, x, update, out)
+    return _eager(x, _options(values, new_options), update, out, known_as)
 
 
+_FIELDS = {argument_name(name, "kvcache"): name for name in Operands._fields}
 # The names of operands in the order of `_ARGUMENTS`, "" for what is none.
-_OPERANDS = ("q", "k", "v", *[""] * 5, "kv_batch_idx", "leftpad_k", "block_table", "alibi_slopes")
-_OPERANDS += ("k_descale", "v_descale", "k_shift", "v_shift", "sink", "tree_mask", "key_ranges")
-_OPERANDS += ("rel_bias",)
+_OPERANDS = ["" if name in CacheUpdate._fields else _FIELDS.get(name, "") for name in _ARGUMENTS]
 
 
-def _parts(
-    values: tuple, tensors: tuple, operands, options, update, block_mask: Any = None
-) -> tuple[Operands, Options, CacheUpdate]:
-    """The operands, options and update of a call, made by these functions. tensors: its arguments
-    that are tensors, in the order of `_ARGUMENTS`; values: the others."""
-    scale, causal, window_size, softcap, interleaved, splits, return_lse, backend = values
-    q, k_cache, _, k, v, cos, sin, used, *_, prefix, _ = tensors
-    by_name = {name: t for name, t in zip(_OPERANDS, tensors, strict=False) if name}
-    mask = block_operands(block_mask, q, k_cache, is_readable, block_table=by_name["block_table"])
-    return (
-        operands(**by_name, **mask),
-        options(
-            kind="kvcache",
-            softmax_scale=scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            return_lse=return_lse,
-            num_splits=splits,
-            backend=backend,
-        ),
-        update(k, v, cos, sin, used, interleaved, prefix),
+def _arrays(tensors: tuple, interleaved, mask, operands, update) -> tuple[Operands, CacheUpdate]:
+    """The operands and update of a call, made by these functions. tensors: its arguments that are
+    tensors, in the order of `_ARGUMENTS`, the last of which may be missing. mask: block_mask."""
+    prefix = tensors[-2] if len(tensors) == len(_ARGUMENTS) else None
+    by_name = dict(zip(_OPERANDS, tensors, strict=False))
+    del by_name[""]
+    x = operands(**by_name)
+    if mask is not None:
+        x = x._replace(**block_operands(mask, x.q, x.k, is_readable, block_table=x.block_table))
+    return x, update(*tensors[3:8], interleaved, prefix)
+
+
+def _options(values: tuple, options) -> Options:
+    """The options of a call, made by this function from its other arguments."""
+    (scale, causal, softcap, _, splits, return_lse), window_size, backend = values
+    return options(
+        kind="kvcache",
+        softmax_scale=scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        return_lse=return_lse,
+        num_splits=splits,
+        backend=backend,
     )
 
 
@@ -261,11 +260,11 @@ class CacheCall:
     room for the new tokens may exceed it, else None. step: on a GPU, appends and attends; update:
     on a CPU, update(x, update, start) appends. counts: whether the step also counts the keys.
     records: whether autograd would record torch's operations here, which is not wanted. aligned:
-    whether all tensors begin at multiples of 16 bytes. run_on(addresses): the results of a call
-    that is one program on a GPU, from the addresses that `likeness` returns; None for others.
-    apart, apart_on: check that the call does not write what it reads, by all its tensors, and by
-    the addresses of `run_on`. likeness: recognises tensors of this kind; k, v: the caches' indices
-    among these; the caches begin at one address if `shares`.
+    whether all tensors begin at multiples of 16 bytes. run_on(addresses): the results but
+    `out` of a call that is one program on a GPU, from the addresses that `likeness` returns; None
+    for others. apart, apart_on: check that the call does not write what it reads, by all its
+    tensors, and by the addresses of `run_on`. likeness: recognises tensors of this kind; k, v: the
+    caches' indices among these; the caches begin at one address if `shares`.
     """
 
     __slots__ = (
@@ -320,11 +319,11 @@ class CacheCall:
                 self.prefix.bind()
         self.counts = self.step is not None and self.step.counts
         self.shares = x.k.data_ptr() == x.v.data_ptr()
-        self._be_known(asked, update)
+        self._be_known(asked, update, out)
 
-    def _be_known(self, x: Operands, update: CacheUpdate) -> None:
+    def _be_known(self, x: Operands, update: CacheUpdate, out: Tensor | None) -> None:
         """Sets `likeness`, which recognises tensors of this kind. x: without the lengths."""
-        arguments, names = _arguments(x, update), self._program_names(x, update)
+        arguments, names = _arguments(x, update, out), self._program_names(x, update, out)
         places = None if names is None else [_ARGUMENTS.index(name) for name in names]
         self.likeness = Likeness(arguments, places=places)
         self.aligned = self.likeness.addresses(arguments) is not None
@@ -332,13 +331,11 @@ class CacheCall:
         if names is not None:
             self.k, self.v = names.index("k_cache"), names.index("v_cache")
             runner: Any = self.attention.runner  # on a GPU: other calls have no names
-            if self.step is None:
-                runner.bind()
-            self.run_on = (self.step or runner).run
-            by_name = cache_tensors(x, update, None)
+            self.run_on = runner.bind(out) if self.step is None else self.step.run
+            by_name = cache_tensors(x, update, out)
             self.apart_on = cache_apart({name: by_name[name] for name in names}, self.new > 0)
 
-    def _program_names(self, x: Operands, update: CacheUpdate) -> list[str] | None:
+    def _program_names(self, x: Operands, update: CacheUpdate, out) -> list[str] | None:
         """The arguments whose addresses the call's program takes, in its order; None if the call is
         more than one program, or some arguments are copied."""
         lengths, step = update.cache_seqlens, self.step
@@ -353,18 +350,20 @@ class CacheCall:
         tensors = {n: t for n, t in zip(Operands._fields, x, strict=True) if t is not None}
         if step is not None and lengths is not None:
             tensors = named(x, update, lengths, True)
+        if out is not None:
+            tensors["out"] = out
         names = [_NEW.get(name) or argument_name(name, "kvcache") for name in tensors]
-        args: dict[str, Any] = dict(zip(_ARGUMENTS, _arguments(x, update), strict=True))
+        args: dict[str, Any] = dict(zip(_ARGUMENTS, _arguments(x, update, out), strict=True))
         same = [args[name] is tensor for name, tensor in zip(names, tensors.values(), strict=True)]
         count = sum([isinstance(argument, Tensor) for argument in args.values()])
         return names if all(same) and len(names) == count else None
 
 
-def _arguments(x: Operands, update: CacheUpdate) -> tuple:
-    """The arguments of a call that may be tensors, without `out`."""
+def _arguments(x: Operands, update: CacheUpdate, out: Tensor | None) -> tuple:
+    """The arguments of a call that may be tensors."""
     by_name = {argument_name(n, "kvcache"): t for n, t in zip(Operands._fields, x, strict=True)}
     by_name |= update._asdict()
-    return (*[by_name[name] for name in _ARGUMENTS[:-1]], None)
+    return (*[by_name[name] for name in _ARGUMENTS[:-1]], out)
 
 
 def _length_like(update: CacheUpdate, q: Tensor) -> Tensor:
@@ -384,8 +383,7 @@ def _eager(x: Operands, options: Options, update: CacheUpdate, out, known_as: An
         tensors = tensor_keys((*operands, out, *(prefix or ())))
         key = (facts, tensors, k_cache.data_ptr() == x.v.data_ptr())
         call = CALLS.young.get(key)
-        common = out is None and prefix is None and known_as is not None
-        if common and call is not None and call.aligned:
+        if prefix is None and known_as is not None and call is not None and call.aligned:
             CALLS.latest[known_as] = call
     except (TypeError, RuntimeError):
         # As in `calls.attend`.
@@ -454,9 +452,9 @@ def _run(call: CacheCall, x: Operands, update: CacheUpdate, out):
 def _start(update: CacheUpdate, x: Operands) -> Tensor:
     """The row of each sequence's first new token in its storage."""
     start = update.cache_seqlens
-    if not isinstance(start, Tensor):
-        start = torch.full(x.q.shape[:1], start, dtype=torch.int32, device=x.q.device)
-    return _as_operand(start)
+    if isinstance(start, Tensor):
+        return _as_operand(start)
+    return torch.full(x.q.shape[:1], start, dtype=torch.int32, device=x.q.device)
 
 
 def _as_operand(lengths: Tensor) -> Tensor:

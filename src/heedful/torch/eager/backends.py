@@ -187,14 +187,17 @@ class GpuRunner:
     def turned(self, out: torch.Tensor | None) -> Run:
         """The bound forward, whose output comes with heads before rows. out: a tensor (B, M, H, E)
         of the memory that the caller gives instead."""
-        case, numbers = (self.case, self._numbers) if out is None else self._into(out)
-        return case.bind(numbers, int(out is None))
+        return self.case.bind(self._numbers, 1) if out is None else self.bind(out)
 
-    def bind(self) -> None:
-        """Compiles, loads and keeps the forward, for a caller that writes something before it
-        runs."""
+    def bind(self, out: torch.Tensor | None = None) -> Run:
+        """The bound forward, compiled and loaded, and kept if it makes its output. out: memory that
+        the caller gives instead."""
+        if out is not None:
+            case, numbers = self._into(out)
+            return case.bind(numbers)
         if self.run is None:
             self.run, self._is_known = self.case.bind(self._numbers), True
+        return self.run
 
     def _bound_into(self, out: torch.Tensor) -> Run:
         """The forward into memory with these strides, kept if it comes again."""

@@ -358,8 +358,9 @@ def attend(q, k, v, x: Any, options: Options, out, seed, otherwise: Callable[...
             out, lse, probs = call.run_on(addresses[:-1], out)
         return out if call.results == 0 else returned(call.results, out, lse, probs)
     if addresses is not None and out is None and call.saved_on is not None:
-        others = (None, None, None) if x is None else (x.bias, x.sink, x.rel_bias)
-        return _apply(call, x, None, addresses, q, k, v, *others)
+        if x is None:
+            return _apply(call, None, None, addresses, q, k, v)
+        return _apply(call, x, None, addresses, q, k, v, x.bias, x.sink, x.rel_bias)
     if call is None:
         is_known = key is not None and seed is None and key[0][0] in PLAIN
         plain = options if is_known else plain_options(options)
@@ -485,10 +486,10 @@ class Attention(Function):
     """Attention under eager autograd."""
 
     @staticmethod
-    def forward(ctx, call: Call, x: Operands | None, seed, addresses, q, k, v, *others):
-        """q, k, v and the others, which are bias, sink and rel_bias, are those of x: autograd sees
-        only arguments. x: None if there are no others. addresses: of the operands, if the call
-        takes them as they are."""
+    def forward(ctx, call: Call, x: Operands | None, seed, addresses, q, k, v, bias=None, *_):
+        """q, k, v, bias, and sink and rel_bias, which follow, are those of x: autograd sees only
+        arguments. x: None if there are no others. addresses: of the operands, if the call takes
+        them as they are."""
         ctx.set_materialize_grads(False)
         ctx.backwards = backwards = call.backwards
         # The caller's tensors are saved: a hook should not store what a stride of 0 repeats.
@@ -501,7 +502,8 @@ class Attention(Function):
                 operands = call.seeded(operands, seed)
             saved = backwards.pick(operands)
             out, lse, probs = call.forward(operands if call.plain else call.laid_out(operands))
-        ctx.bias = others[0] is not None and others[0].shape
+        if bias is not None:
+            ctx.bias = bias.shape
         ctx.save_for_backward(*saved, out, lse)
         if call.results == 0:
             return out
@@ -525,6 +527,7 @@ class Attention(Function):
         dq, dk, dv, dbias, dsink, drel_bias = gradients
         if dbias is not None:
             dbias = on_own_thread(bias_gradient, dbias, ctx.bias)
+        # There may be more than arguments: torch lets the last ones be None.
         return None, None, None, None, dq, dk, dv, dbias, dsink, drel_bias
 
 

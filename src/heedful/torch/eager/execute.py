@@ -161,7 +161,9 @@ class Case:
             if scratch is not None:
                 memory = make(shape, _ONE, torch.uint8)
                 base = memory.data_ptr()
-                addresses += [base + place for place in within]
+                # In Python 3.11 a comprehension is a function of its own, which takes longer.
+                for place in within:
+                    addresses.append(base + place)
             launch(addresses, raw_stream(index))
             return made
 
@@ -231,26 +233,24 @@ class Case:
         lasting = zeros.lasting(device, _ALIGN) if self._leaves_zeros else None
 
         def launch(addresses: list[int], stream: int) -> None:
-            base = None
             is_captured = _is_capturing()
-            if lasting is not None:
-                if is_captured:
-                    base = lasting.take(size)
-                elif lasting.is_low:
-                    lasting.reserve(device)
-            if base is None and (is_captured or is_large or stream == _PER_THREAD):
+            if lasting is not None and lasting.is_low and not is_captured:
+                lasting.reserve(device)
+            if not (is_captured or is_large or stream == _PER_THREAD):
+                source = of_stream(device, stream, _ALIGN)
+                with source.lock:
+                    base = source.take(size)
+                    for place in within:
+                        addresses.append(base + place)
+                    run(addresses, stream)
+                return
+            base = lasting.take(size) if is_captured and lasting is not None else None
+            if base is None:
                 # A captured graph must fill it at each replay.
                 region = make(shape, _ONE, torch.uint8).zero_()
                 base = region.data_ptr()
-            if base is not None:
-                addresses += [base + place for place in within]
-                run(addresses, stream)
-                return
-            source = of_stream(device, stream, _ALIGN)
-            with source.lock:
-                base = source.take(size)
-                addresses += [base + place for place in within]
-                run(addresses, stream)
+            addresses += [base + place for place in within]
+            run(addresses, stream)
 
         return launch
 

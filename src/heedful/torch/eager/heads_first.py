@@ -105,7 +105,7 @@ class HeadsFirst(Function):
     def forward(ctx, call, x, seed, addresses, q, k, v):
         """x and seed are None: arguments lie where those of `Attention` do."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return Attention.forward(ctx, call, x, seed, addresses, q, k, v, None, None, None)
+        return Attention.forward(ctx, call, x, seed, addresses, q, k, v)
 
     @staticmethod
     def backward(ctx, dout):

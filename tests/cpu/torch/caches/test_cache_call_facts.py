@@ -167,10 +167,10 @@ def test_a_call_that_is_one_program_hands_over_the_addresses_of_its_arguments(na
     others = {"strided lengths": {"cache_seqlens": STRIDED}, "padding": {"leftpad_k": ints(1, 0)}}
     others |= {"rows": {"kv_batch_idx": ints(1, 0)}, "slopes": {"alibi_slopes": some(2, 4)}}
     given = others.get(name) or FACTS.get(name, ({},))[0]
-    x, options, update, _ = parts(given)
-    assert CacheCall(x, options, update, None).run_on is None, "on a CPU values are checked"
+    x, options, update, out = parts(given)
+    assert CacheCall(x, options, update, out).run_on is None, "on a CPU values are checked"
     with standin.gpu():
-        call = CacheCall(x, options, update, None)
+        call = CacheCall(x, options, update, out)
     lengths = {**CACHE, **given}["cache_seqlens"]
     more = {"shared_prefix", "leftpad_k"} & set(given)
     if more or isinstance(lengths, int) or lengths is STRIDED:
@@ -179,8 +179,8 @@ def test_a_call_that_is_one_program_hands_over_the_addresses_of_its_arguments(na
     assert call.run_on is not None
     if not call.aligned:
         return
-    found = call.likeness.addresses(kvcache._arguments(x, update))
-    wanted = [t.data_ptr() for t in (*x, *update) if isinstance(t, torch.Tensor)]
+    found = call.likeness.addresses(kvcache._arguments(x, update, out))
+    wanted = [t.data_ptr() for t in (*x, *update, out) if isinstance(t, torch.Tensor)]
     assert found is not None and sorted(found) == sorted(wanted)
 
 
@@ -235,7 +235,7 @@ def test_all_that_runs_is_compiled_before_anything_is_written(more, monkeypatch)
 
 def fits(call: CacheCall, x: Operands, update: CacheUpdate) -> bool:
     """As flash_attn_with_kvcache asks."""
-    found = call.likeness.addresses(kvcache._arguments(x, update))
+    found = call.likeness.addresses(kvcache._arguments(x, update, None))
     return found is not None and (found[call.k] == found[call.v]) is call.shares
 
 

@@ -64,9 +64,10 @@ def made(monkeypatch) -> list[tuple]:
     return shapes
 
 
+@pytest.mark.parametrize("into", [False, True], ids=["", "into out"])
 @pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_known_step_is_one_program(kind, lse, made, monkeypatch):
+def test_a_known_step_is_one_program(kind, lse, into, made, monkeypatch):
     runs, run = [], bound.BoundProgram.run
 
     def noted(self, addresses, stream):
@@ -76,24 +77,37 @@ def test_a_known_step_is_one_program(kind, lse, made, monkeypatch):
     monkeypatch.setattr(bound.BoundProgram, "run", noted)
     with standin.gpu("H200") as gpu:
         for _ in range(3):
-            step(kind, return_softmax_lse=lse)
-        owners = {kvcache: "CacheCall tensor_keys _parts _run", bound: "compile_call"}
+            step(kind, return_softmax_lse=lse, out=some(B, 1, H, D) if into else None)
+        owners = {kvcache: "CacheCall tensor_keys _arrays _options _run", bound: "compile_call"}
         owners[backends] = "planned program"
         for owner, names in owners.items():
             for name in names.split():
                 monkeypatch.setattr(owner, name, refuse)
         made.clear()
         runs.clear()
-        before = len(gpu.launches)
-        result = step(kind, return_softmax_lse=lse)
-        launched = [launch.kernel.function for launch in gpu.launches[before:]]
-    assert launched == ["decode"]
-    shapes = [tuple(x.shape) for x in (result if lse else (result,))]
-    assert shapes == [(B, 1, H, D), (B, H, 1)][: 1 + lse]
+        before, out = len(gpu.launches), some(B, 1, H, D) if into else None
+        result = step(kind, return_softmax_lse=lse, out=out)
+        (launch,) = gpu.launches[before:]
+    assert launch.kernel.function == "decode"
+    results = result if lse else (result,)
+    assert [tuple(x.shape) for x in results] == [(B, 1, H, D), (B, H, 1)][: 1 + lse]
+    assert results[0].data_ptr() in launch.arguments.values()
+    assert out is None or results[0] is out
     assert len(runs) == 1
-    *scratch, out = sorted(made, key=len)
-    assert out == (B, 1, H, D)
-    assert len(scratch) == 1 + lse and len(scratch[0]) == 1
+    scratch, *others = sorted(made, key=len)
+    assert len(scratch) == 1
+    assert others == [(B, H, 1)] * lse + [(B, 1, H, D)] * (not into)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_known_step_into_memory_that_it_reads_is_refused(kind):
+    with standin.gpu("H200") as gpu:
+        for _ in range(3):
+            step(kind, out=some(B, 1, H, D))
+        before, q = len(gpu.launches), some(B, 1, H, D)
+        with pytest.raises(ValueError, match="out must have memory of its own"):
+            step(kind, q=q, out=q.view(q.shape))
+    assert len(gpu.launches) == before
 
 
 @pytest.mark.parametrize("kind", KINDS)

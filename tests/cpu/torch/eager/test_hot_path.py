@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def test_a_known_call_raises_nothing_and_misses_no_look_up(grad, monkeypatch):
     assert seen.raised == []
 
 
-def decode(batch: int = 2, share: bool = False, **facts):
+def decode(batch: int = 2, share: bool = False, **facts: Any):
     """One step over a cache of pages of 4 keys."""
     torch.manual_seed(batch)
     table = torch.arange(batch * 4, dtype=torch.int32).view(batch, -1)
@@ -91,6 +92,19 @@ def test_decode_steps_of_other_kinds_are_not_taken_for_the_last():
     for _ in range(3):
         for kind, want in zip(kinds, wanted, strict=True):
             assert torch.equal(decode(**kind), want), kind
+
+
+RARE = ("cache_batch_idx", "cache_leftpad", "alibi_slopes", "k_descale", "v_descale", "k_shift")
+RARE += ("v_shift", "sink", "tree_mask", "key_ranges", "rel_bias", "shared_prefix", "out")
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_an_argument_that_known_steps_did_not_have_is_looked_at(name):
+    for _ in range(2):
+        decode()
+    more: dict[str, Any] = {name: "no tensor"}
+    with pytest.raises((TypeError, ValueError), match=name):
+        decode(**more)
 
 
 Q = torch.randn(1, 16, 2, 8)
