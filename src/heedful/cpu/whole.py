@@ -15,7 +15,7 @@ import torch
 from heedful.core.call.operands import Gradients, Operands
 from heedful.core.call.problem import AttentionProblem
 from heedful.cpu import blocks, scores
-from heedful.cpu.philox import draw, keep_tile
+from heedful.cpu.philox import draw_factors, keep_tile
 from heedful.cpu.scores import TERMS
 from heedful.cpu.workers import for_each
 from heedful.reference.philox import keep_scale
@@ -131,16 +131,15 @@ def recorded(problem: AttentionProblem, x: Operands) -> torch.Tensor:
         s = heads.masked_fill(_hidden(problem), -torch.inf).view(s.shape)
     p = torch.softmax(s, -1)
     if problem.dropout_p > 0:
-        kept = drawn(problem, _seed(problem, x)).view(p.shape)
-        p = p * (kept * keep_scale(problem.dropout_p))
+        p = p * _factors(problem, _seed(problem, x)).view(p.shape)
     made = torch.bmm(p, v)
     shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.head_dim_v
     return made.view(shape).transpose(1, 2).contiguous().to(x.q.dtype)
 
 
-def drawn(problem: AttentionProblem, seed: int) -> torch.Tensor:
-    """Which scores of a call dropout keeps, bool (B, H, M, N)."""
-    return draw(
+def _factors(problem: AttentionProblem, seed: int) -> torch.Tensor:
+    """By what dropout multiplies the probabilities of a call, (B, H, M, N)."""
+    return draw_factors(
         seed,
         problem.dropout_p,
         range(problem.batch),
