@@ -6,6 +6,7 @@ It uses NumPy: an operation has a third of the fixed cost of torch's, and enters
 import sys
 from collections import OrderedDict
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +33,8 @@ KEPT = 8 << 20
 # them than to draw by them.
 FEW = 4096
 _WORD, _BLOCK, _HALF = np.uint64(WORD), np.uint64(WORD >> 2), np.uint64(32)
-# The increments of the key's words round by round, (ROUNDS, 2).
-_STEPS = (np.arange(ROUNDS, dtype=np.uint64)[:, None] * np.array(WEYL, np.uint64)).astype(np.uint32)
+# The increments of the key's words round by round.
+_STEPS = [(np.arange(ROUNDS, dtype=np.uint64) * step).astype(np.uint32) for step in WEYL]
 # Arrays without dimensions: NumPy takes 0.2 us longer for a scalar.
 _FACTORS = tuple(np.array(factor, dtype=np.uint64) for factor in MULTIPLIERS)
 # The 32-bit halves of a 64-bit word in memory.
@@ -71,10 +72,11 @@ class Words:
         ]
         odd = self._products[0].low
         self._results = [row[:count] for row in (self._low, odd, self._low[::-1], odd[::-1])]
-        self._seed = np.zeros(2, dtype=np.uint32)
-        keys = np.zeros((ROUNDS, 2), dtype=np.uint64)
-        self._key_words = keys.view(np.uint32)[:, _LOW::2]
-        self._keys = [(words[0, ...], words[1, ...]) for words in keys]
+        # The two words of the key, and those of all rounds.
+        self._seed = [np.empty((), dtype=np.uint32) for _ in WEYL]
+        keys = np.zeros((len(WEYL), ROUNDS), dtype=np.uint64)
+        self._key_words = [_halves(row, _LOW) for row in keys]
+        self._keys = [(keys[0, number, ...], keys[1, number, ...]) for number in range(ROUNDS)]
         # Others of this count, which no thread uses now.
         self.free: list[Words] = []
 
@@ -95,8 +97,9 @@ class Words:
 
         key: two 32-bit words.
         """
-        self._seed[0], self._seed[1] = key
-        np.add(_STEPS, self._seed, self._key_words)
+        for word, seed, steps, words in zip(key, self._seed, _STEPS, self._key_words, strict=True):
+            seed.fill(word)
+            np.add(steps, seed, words)
         multiply, xor = np.multiply, np.bitwise_xor
         of_first, of_third = _FACTORS
         first, third, low, odd = self._first, self._third, self._low, start._received
@@ -190,20 +193,15 @@ def draw_factors(
 ) -> torch.Tensor:
     """By what dropout multiplies the probabilities of a tile: float32, of that shape."""
     kept = _draw(seed, dropout_p, batches, heads, rows, cols, origin)
-    factors = np.multiply(kept, np.float32(keep_scale(dropout_p)), order="C")
+    factors = np.multiply(kept, np.float32(keep_scale(dropout_p)))
     # The shape is set here: torch takes ten times as long for its first view after NumPy's work.
     return torch.from_numpy(factors.reshape(shape))
 
 
 def _draw(seed: int, dropout_p: float, batches, heads, rows, cols, origin) -> np.ndarray:
     key, threshold = key_words(seed), keep_threshold(dropout_p)
-    # One block of four words serves four columns; a column index is modulo 2^32, a block's 2^30.
-    first = cols.start + origin[3]
-    blocks = range(first >> 2, (first + len(cols) + 3) >> 2)
-    size = len(batches), len(heads), len(rows), 4 * len(blocks)
-    row_count = len(batches) * len(heads) * len(blocks)
-    if len(rows) * row_count <= FEW:
-        start = _kept_words(batches, heads, rows, blocks, origin[:3])
+    if len(batches) * len(heads) * len(rows) * len(cols) <= 4 * FEW:
+        start, size, columns = _kept_words(batches, heads, rows, cols, origin)
         try:
             words = start.free.pop()
         except IndexError:
@@ -211,23 +209,35 @@ def _draw(seed: int, dropout_p: float, batches, heads, rows, cols, origin) -> np
         words.run(key, start)
         keep = words.below(threshold).reshape(size)
         start.free.append(words)
-    else:
-        keep, words = np.empty(size, dtype=bool), None
-        step = max(1, CHUNK // row_count)
-        for begin in range(0, len(rows), step):
-            part = rows[begin : begin + step]
-            if words is None or words.count != len(part) * row_count:
-                words = Words(len(part) * row_count)
-            words.run(key, words.fill(batches, heads, part, blocks, origin[:3]))
-            part_size = size[0], size[1], len(part), size[3]
-            keep[:, :, begin : begin + step] = words.below(threshold).reshape(part_size)
-    return keep if size[3] == len(cols) else keep[..., first & 3 :][..., : len(cols)]
+        return keep[..., columns]
+    blocks, columns = _blocks(cols, origin[3])
+    keep = np.empty((len(batches), len(heads), len(rows), 4 * len(blocks)), dtype=bool)
+    row_count = len(batches) * len(heads) * len(blocks)
+    step, words = max(1, CHUNK // row_count), None
+    for begin in range(0, len(rows), step):
+        part, whole = rows[begin : begin + step], keep[:, :, begin : begin + step]
+        if words is None or words.count != len(part) * row_count:
+            words = Words(len(part) * row_count)
+        words.run(key, words.fill(batches, heads, part, blocks, origin[:3]))
+        whole[:] = words.below(threshold).reshape(whole.shape)
+    return keep[..., columns]
+
+
+def _blocks(cols: range, origin: int) -> tuple[range, slice]:
+    """The blocks of four columns that a range is in, and its place in them. One block of four words
+    serves four columns; a column index is modulo 2^32, a block's 2^30."""
+    first = cols.start + origin
+    blocks = range(first >> 2, (first + len(cols) + 3) >> 2)
+    return blocks, slice(first & 3, (first & 3) + len(cols))
 
 
 @lru_cache(16)
-def _kept_words(batches, heads, rows, blocks, origin) -> Words:
-    count = len(batches) * len(heads) * len(rows) * len(blocks)
-    return Words(count).fill(batches, heads, rows, blocks, origin)
+def _kept_words(batches, heads, rows, cols, origin) -> tuple[Words, tuple[int, ...], slice]:
+    """Counters to begin from, the shape of the mask of their blocks, and the tile's columns."""
+    blocks, columns = _blocks(cols, origin[3])
+    size = len(batches), len(heads), len(rows), 4 * len(blocks)
+    words = Words(prod(size) // 4)
+    return words.fill(batches, heads, rows, blocks, origin[:3]), size, columns
 
 
 def _numbers(which: range, more: int) -> np.ndarray:
