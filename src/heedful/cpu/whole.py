@@ -15,7 +15,7 @@ import torch
 from heedful.core.call.operands import Gradients, Operands
 from heedful.core.call.problem import AttentionProblem
 from heedful.cpu import blocks, scores
-from heedful.cpu.philox import draw, keep_tile
+from heedful.cpu.philox import draw_factors, keep_tile
 from heedful.cpu.scores import TERMS
 from heedful.cpu.workers import for_each
 from heedful.reference.philox import keep_scale
@@ -113,9 +113,14 @@ def recorded(problem: AttentionProblem, x: Operands) -> torch.Tensor:
     """out of one call, with the bits of `forward`, by operators that torch's autograd records. It
     takes no slices: each costs autograd a copy."""
     rows = problem.group * problem.seqlen_q
+    # Even a cast that changes nothing takes a microsecond or two.
+    casts = problem.dtype != "float32"
     # A product's bits depend on strides.
     q, k, v = (a if a.stride(-1) == 1 else a.contiguous() for a in x[:3])
-    q, k, v = (a.transpose(1, 2).float().flatten(0, 1) for a in (q, k, v))
+    q, k, v = (a.transpose(1, 2) for a in (q, k, v))
+    if casts:
+        q, k, v = q.float(), k.float(), v.float()
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     if problem.group > 1:
         q = q.reshape(-1, rows, q.shape[2])
     q = q * problem.scale
@@ -131,16 +136,17 @@ def recorded(problem: AttentionProblem, x: Operands) -> torch.Tensor:
         s = heads.masked_fill(_hidden(problem), -torch.inf).view(s.shape)
     p = torch.softmax(s, -1)
     if problem.dropout_p > 0:
-        kept = drawn(problem, _seed(problem, x)).view(p.shape)
-        p = p * (kept * keep_scale(problem.dropout_p))
+        p = p * _factors(problem, _seed(problem, x), p.shape)
     made = torch.bmm(p, v)
     shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.head_dim_v
-    return made.view(shape).transpose(1, 2).contiguous().to(x.q.dtype)
+    out = made.view(shape).transpose(1, 2).contiguous()
+    return out.to(x.q.dtype) if casts else out
 
 
-def drawn(problem: AttentionProblem, seed: int) -> torch.Tensor:
-    """Which scores of a call dropout keeps, bool (B, H, M, N)."""
-    return draw(
+def _factors(problem: AttentionProblem, seed: int, shape: torch.Size) -> torch.Tensor:
+    """By what dropout multiplies the probabilities of a call, in the shape that they have."""
+    return draw_factors(
+        shape,
         seed,
         problem.dropout_p,
         range(problem.batch),

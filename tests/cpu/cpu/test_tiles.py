@@ -339,14 +339,14 @@ def test_four_bit_values_come_low_nibble_first_and_signed():
 
 
 def test_a_dropout_mask_is_made_in_pieces_of_bounded_size(monkeypatch):
-    sizes = []
-    words = philox.philox4x32
+    sizes, run = [], philox.Words.run
 
-    def noted(key, even, odd):
-        sizes.append(even.shape[1])
-        return words(key, even, odd)
+    def noted(words, key, start):
+        sizes.append(words.count)
+        run(words, key, start)
 
-    monkeypatch.setattr(philox, "philox4x32", noted)
+    monkeypatch.setattr(philox.Words, "run", noted)
+    monkeypatch.setattr(philox, "FEW", 0)
     monkeypatch.setattr(philox, "CHUNK", 1000)
     philox.keep_tile(1, 0.5, range(2), range(3), range(50), range(40))
     # 60 words a row of all heads: sixteen rows at a time.
@@ -354,7 +354,7 @@ def test_a_dropout_mask_is_made_in_pieces_of_bounded_size(monkeypatch):
     sizes.clear()
     philox.keep_tile(1, 0.5, range(2), range(3), range(1), range(4000))
     monkeypatch.undo()
-    monkeypatch.setattr(philox, "philox4x32", noted)
+    monkeypatch.setattr(philox.Words, "run", noted)
     philox.keep_tile(1, 0.5, range(1), range(1), range(20_000), range(4))
     assert sizes == [6000, 16384, 20_000 - 16384]
     sizes.clear()
@@ -444,6 +444,20 @@ def test_counters_that_are_kept_give_each_seed_its_own_mask(monkeypatch):
     for mask, which in zip(kept, draws, strict=True):
         assert torch.equal(mask, philox.draw(*which))
     assert not torch.equal(kept[0], kept[4])
+
+
+def test_a_draw_during_another_has_memory_of_its_own(monkeypatch):
+    where = 0.5, range(1), range(8), range(16), range(16), (0, 0, 0, 0)
+    want, run, others = [philox.draw(seed, *where) for seed in (1, 2)], philox.Words.run, []
+
+    def interrupted(words, key, start):
+        run(words, key, start)
+        if not others:
+            others.append(None)
+            others.append(philox.draw(2, *where))
+
+    monkeypatch.setattr(philox.Words, "run", interrupted)
+    assert torch.equal(philox.draw(1, *where), want[0]) and torch.equal(others[1], want[1])
 
 
 def test_masks_of_dropout_are_kept_up_to_a_limit_the_latest_ones(monkeypatch):
