@@ -44,7 +44,7 @@ def from_flashmask(startend_row_indices: Any, causal: bool = True) -> Any:
         )
     check_ints(name, startend_row_indices)
     if not seqlen:
-        return int32(xp, startend_row_indices[..., :1] + startend_row_indices[..., :1] * 0)
+        return int32(xp, xp.concatenate([startend_row_indices[..., :1]] * 2, -1))
     indices, parts, most = clipped(xp, startend_row_indices, seqlen), [], 0
     for first in range(0, seqlen, _ROWS):
         rows = positions(xp, seqlen, indices)[first : first + _ROWS, None]

@@ -274,7 +274,7 @@ def test_a_toolchain_is_of_what_this_process_has(triton, monkeypatch):
     """torch takes no part, whatever version is installed."""
     monkeypatch.setattr(device, "compiler", lambda: triton)
     monkeypatch.setattr(device, "_jax_version", lambda: JAX_ON_GPUS)
-    packed, checked = frozenset({"hopper"}), frozenset({"cdna"})
+    packed, checked = frozenset({("hopper", (3, 9))}), frozenset({"cdna"})
     monkeypatch.setattr(device.packs, "backends", {"sm_90": packed}.__getitem__)
     monkeypatch.setattr(device.validations, "validated", {H200: checked}.__getitem__)
     found = device.toolchain(H200)
