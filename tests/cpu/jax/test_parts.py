@@ -382,3 +382,15 @@ def test_a_number_on_another_device_is_not_waited_for(monkeypatch):
     side: Any = Elsewhere()
     with pytest.raises(TypeError, match="window_size must be .* elsewhere"):
         plain.plain_options(Options("dense", window_size=(1, side)))
+
+
+def test_a_call_without_rows_has_the_log_sum_exp_that_it_has():
+    q, k = jnp.zeros((2, 0, 2, 8)), jnp.zeros((2, 4, 2, 8))
+    problem = AttentionProblem.dense(2, 0, 4, 2, head_dim=8, dtype="float32", return_lse=True)
+    out, lse, probs = scan.forward(problem, Operands(q, k, k))
+    assert out.shape == q.shape and lse.shape == (2, 2, 0) and probs is None
+    one, total = scan.norms(problem, Operands(q, k, k), lse)
+    assert one is lse and total.shape == lse.shape
+    grads = scan.backward(problem, Operands(q, k, k), out, lse, out)
+    assert not grads.dk.any() and grads.dv.shape == k.shape and grads.dq.shape == q.shape
+    assert grads[3:] == (None, None, None)

@@ -225,6 +225,15 @@ def test_a_bad_argument_is_named(call, argument, kind):
         call()
 
 
+def test_makers_are_found_by_their_names():
+    assert {*masks.__all__} <= {*dir(masks)} and "Any" not in dir(masks)
+    assert dir(masks) == sorted(dir(masks))
+    for name in masks.__all__:
+        assert getattr(masks, name).__name__ == name
+    with pytest.raises(AttributeError, match="nothing"):
+        masks.nothing  # noqa: B018  # pyright: ignore
+
+
 def test_documents_are_told_in_one_of_two_ways():
     ids = torch.zeros(1, 4, dtype=torch.int32)
     for given in ({}, {"ids": ids, "position_ids": ids}):
