@@ -1,6 +1,7 @@
 """The parts of a call in JAX, each by itself: tiles that are visited, labels of dims, entries of a
 batch, plans, flags, sums of merged parts, and positions of queries without new keys."""
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,15 @@ from heedful.jax.api.merge import merged  # noqa: E402
 from heedful.jax.base import device  # noqa: E402
 from heedful.jax.operands import plain  # noqa: E402
 from heedful.jax.tiled import scan, tiles  # noqa: E402
-from heedful.jax.traced import cache_update, call, local, registration, symbolic  # noqa: E402
+from heedful.jax.traced import (  # noqa: E402  # noqa: E402
+    cache_update,
+    call,
+    local,
+    primitives,
+    registration,
+    sharding,
+    symbolic,
+)
 from heedful.jax.traced.primitives import Static  # noqa: E402
 from heedful.jax.traced.sharding import BATCH, GROUPED, HEADS, Layout, Rule, shifted  # noqa: E402
 
@@ -394,3 +403,114 @@ def test_a_call_without_rows_has_the_log_sum_exp_that_it_has():
     grads = scan.backward(problem, Operands(q, k, k), out, lse, out)
     assert not grads.dk.any() and grads.dv.shape == k.shape and grads.dq.shape == q.shape
     assert grads[3:] == (None, None, None)
+
+
+@pytest.fixture
+def ruled(monkeypatch):
+    """The sharding rules that are made, of which none is run."""
+    made: list[Rule] = []
+
+    def rule(*facts, **more):
+        made.append(Rule(*facts, **more))
+        return made[-1]
+
+    monkeypatch.setattr(sharding, "Rule", rule)
+    return made
+
+
+def context_of(arrays: dict[str, tuple], results: tuple = ()) -> Any:
+    kinds = [jax.core.ShapedArray(shape, dtype) for shape, dtype in arrays.values()]
+    return SimpleNamespace(
+        avals_in=kinds, avals_out=[jax.core.ShapedArray(shape, jnp.float32) for shape in results]
+    )
+
+
+F32, I32 = jnp.float32, jnp.int32
+
+
+@pytest.mark.parametrize("shared", ["", "block_table", "kv_batch_idx"])
+@pytest.mark.parametrize("rotates", [False, True])
+def test_a_cache_that_entries_share_is_written_by_every_device(shared, rotates, ruled):
+    arrays: dict[str, tuple] = {n: ((2, 1, 3, 8), F32) for n in ("k_new", "v_new")}
+    arrays |= {n: ((5, 16, 3, 8), F32) for n in "kv"} | {"cache_seqlens": ((2,), I32)}
+    arrays |= {shared: ((2, 4) if shared == "block_table" else (2,), I32)} if shared else {}
+    if rotates:
+        arrays |= {n: ((64, 4), F32) for n in ("rotary_cos", "rotary_sin")}
+        arrays |= {"q": ((2, 1, 6, 8), F32)}
+    static = cache_update.Static(tuple(arrays), 16 if shared else 0, True, True, 0)
+    cache_update._spread(static, context_of(arrays))
+    (rule,) = ruled
+    assert rule.names == tuple(arrays) and rule.shapes == tuple(s for s, _ in arrays.values())
+    written = ["k", "v", "cache_seqlens", *(["q"] if rotates else [])]
+    assert rule.results == tuple((name, arrays[name][0]) for name in written)
+    assert rule.layout == Layout(True, bool(shared), 3, 2 if rotates else 1)
+    assert rule.whole == ((BATCH,) if shared else ())
+
+
+CALLS: dict[str, tuple[dict[str, tuple], Options, Layout]] = {
+    "dense": ({}, Options("dense"), Layout(True, False, 2, 3)),
+    "lengths": ({"seqused_k": (4,)}, Options("dense"), Layout(True, False, 2, 3)),
+    "entries": (
+        {"kv_batch_idx": (4,), "seqused_k": (4,)},
+        Options("kvcache"),
+        Layout(True, True, 2, 3),
+    ),
+    "packed": (
+        {
+            "q": (20, 6, 8),
+            "k": (20, 2, 8),
+            "v": (20, 2, 8),
+            "cu_seqlens_q": (5,),
+            "cu_seqlens_k": (5,),
+        },
+        Options("varlen", max_seqlen_q=9, max_seqlen_k=9),
+        Layout(False, True, 2, 3),
+    ),
+    "dropout": (
+        {"seed": (2,)},
+        Options("dense", dropout_p=0.5, dropout_origin=(1, 2, 3, 4)),
+        Layout(True, False, 2, 3),
+    ),
+    "traced": (
+        {"seed": (2,), "origin": (4,)},
+        Options("dense", dropout_p=0.5, dropout_origin=(0, 0, 0, 1)),
+        Layout(True, False, 2, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_spread_with_what_tells_a_device_its_part_of_the_dropout_mask(
+    name, ruled, monkeypatch
+):
+    more, options, layout = CALLS[name]
+    shapes = {"q": (4, 7, 6, 8), "k": (4, 9, 2, 8), "v": (4, 9, 2, 8), **more}
+    words = {"seed": jnp.uint32, "origin": jnp.uint32}
+    arrays = {n: (s, words.get(n, F32 if n in "qkv" else I32)) for n, s in shapes.items()}
+    asked = Static(tuple(arrays), options._replace(return_lse=True))
+    out, lse = (shapes["q"], (6, 20)) if name == "packed" else (shapes["q"], (4, 6, 7))
+    places = {"batch_index": (4,), "head_index": (6,)} if options.dropout_p else {}
+    if name == "dropout":
+        places = {"origin": (4,), **places}
+    given: list[Any] = []
+    monkeypatch.setattr(Rule, "spread", lambda self: lambda *arrays: given.extend(arrays))
+    primitives._spread(primitives.forward_p, asked, context_of(arrays, (out, lse)))(*shapes)
+    (rule,) = ruled
+    assert dict(zip(rule.names, rule.shapes, strict=True)) == shapes | places
+    assert rule.results == (("out", out), ("lse", lse))
+    assert rule.layout == layout and rule.whole == ()
+    assert given[: len(shapes)] == [*shapes]
+    told = [array.tolist() for array in given[len(shapes) :]]
+    assert told == [[1, 2, 3, 4]] * (name == "dropout") + [[*range(4)], [*range(6)]] * bool(places)
+
+
+def test_gradients_that_are_asked_for_are_spread_by_their_names(ruled):
+    shapes = {"q": (4, 7, 6, 8), "k": (4, 9, 2, 8), "v": (4, 9, 2, 8), "bias": (4, 6, 7, 9)}
+    shapes |= {"sink": (6,), "rel_bias": (6, 5), "out": (4, 7, 6, 8), "lse": (4, 6, 7)}
+    arrays = {name: (shape, F32) for name, shape in (shapes | {"dout": (4, 7, 6, 8)}).items()}
+    for asked in product((False, True), repeat=2):
+        static = Static(tuple(arrays), Options("dense", return_lse=True), True, *asked)
+        names = ["q", "k", "v", *["bias"] * asked[0], "sink", *["rel_bias"] * asked[1]]
+        made = tuple(shapes[name] for name in names)
+        primitives._spread(primitives.backward_p, static, context_of(arrays, made))
+        assert ruled.pop().results == tuple((f"d{n}", shapes[n]) for n in names)
