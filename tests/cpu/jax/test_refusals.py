@@ -18,6 +18,8 @@ from heedful.jax.traced.call import check_arrays, run  # noqa: E402
 
 f32, i32 = jnp.float32, jnp.int32
 text: Any = "text"
+half: Any = 2.5
+two: Any = 2
 
 
 def z(*shape: int, dtype: Any = f32) -> Any:
@@ -91,6 +93,53 @@ NEW = {"k": K[:, :1], "v": K[:, :1], "cache_seqlens": 3}
 TABLES = {"rotary_cos": z(4, 4), "rotary_sin": z(4, 4)}
 
 TYPES = [
+    (lambda: hj.quantize_kv(text, "int8"), "x must be a jax.Array, got str ('text')"),
+    (
+        lambda: hj.quantize_kv(z(2, 8, dtype=i32), "int8"),
+        "x must be float16 or bfloat16 or float32, got int32",
+    ),
+    (
+        lambda: hj.quantize_kv(z(2, 8), "int8", half),
+        "group_size must be an int or None, got float (2.5)",
+    ),
+    (lambda: hj.quantize_kv(z(2, 8), "int8", None, two), "asymmetric must be a bool, got int (2)"),
+    (lambda: hj.dequantize_kv(text, z(2, 1)), "packed must be a jax.Array, got str ('text')"),
+    (
+        lambda: hj.dequantize_kv(z(2, 8), z(2, 1)),
+        "packed must be uint8 or int8 or float8_e4m3fn or float8_e4m3fnuz or"
+        " float8_e5m2, got float32",
+    ),
+    (
+        lambda: hj.dequantize_kv(z(2, 8, dtype="int8"), text),
+        "scale must be a jax.Array, got str ('text')",
+    ),
+    (
+        lambda: hj.dequantize_kv(z(2, 8, dtype="int8"), z(2, 1, dtype="float16")),
+        "scale must be float32, got float16",
+    ),
+    (
+        lambda: hj.dequantize_kv(z(2, 8, dtype="int8"), z(2, 1), text),
+        "shift must be a jax.Array, got str ('text')",
+    ),
+    (
+        lambda: hj.dequantize_kv(z(2, 8, dtype="int8"), z(2, 1), z(2, 1, dtype="float16")),
+        "shift must be float32, got float16",
+    ),
+    (
+        lambda: hj.dequantize_kv(z(2, 8, dtype="int8"), z(2, 1), None, "int8"),
+        "dtype must be float16, bfloat16 or float32, got int8",
+    ),
+    (lambda: hj.pack_latent(text), "x must be a jax.Array, got str ('text')"),
+    (
+        lambda: hj.pack_latent(z(2, 576, dtype=i32)),
+        "x must be float16 or bfloat16 or float32, got int32",
+    ),
+    (lambda: hj.unpack_latent(text), "packed must be a jax.Array, got str ('text')"),
+    (lambda: hj.unpack_latent(z(2, 656)), "packed must be uint8, got float32"),
+    (
+        lambda: hj.unpack_latent(z(2, 656, dtype="uint8"), "int8"),
+        "dtype must be float16, bfloat16 or float32, got int8",
+    ),
     (nn(text, K, K), "query must be a jax.Array, got str ('text')"),
     (nn(Q, text, K), "key must be a jax.Array, got str ('text')"),
     (nn(Q, K, text), "value must be a jax.Array, got str ('text')"),
@@ -173,6 +222,32 @@ TYPES = [
 ]
 
 VALUES = [
+    (
+        lambda: hj.quantize_kv(z(2, 8), "int3"),
+        "dtype must be one of int4, int8, float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, got int3",
+    ),
+    (
+        lambda: hj.quantize_kv(z(2, 8), 4),
+        "dtype must be one of int4, int8, float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, got 4",
+    ),
+    (lambda: hj.quantize_kv(z(2, 8), "int8", 3), "group_size must divide head_dim 8, got 3"),
+    (
+        lambda: hj.dequantize_kv(z(2, 8, dtype="int8"), z(3, 1)),
+        "scale must have shape (..., groups) = (2, 1), got (3, 1)",
+    ),
+    (
+        lambda: hj.dequantize_kv(z(2, 8, dtype="int8"), z(2, 3)),
+        "scale must be (..., groups) with groups that divide 8, got shape (2, 3)",
+    ),
+    (
+        lambda: hj.dequantize_kv(z(2, 8, dtype="int8"), z(2, 1), z(2, 2)),
+        "shift must have shape of scale = (2, 1), got (2, 2)",
+    ),
+    (lambda: hj.pack_latent(z(2, 575)), "x must be (..., 576), got shape (2, 575)"),
+    (
+        lambda: hj.unpack_latent(z(2, 655, dtype="uint8")),
+        "packed must be (..., 656), got shape (2, 655)",
+    ),
     (
         nn(Q[0, 0], K[0, 0], K[0, 0]),
         "query, key and value must all have 3 dims or 4, got (4, 8), (2, 8), (2, 8)",
