@@ -93,6 +93,18 @@ NEW = {"k": K[:, :1], "v": K[:, :1], "cache_seqlens": 3}
 TABLES = {"rotary_cos": z(4, 4), "rotary_sin": z(4, 4)}
 
 TYPES = [
+    (
+        lambda: check_arrays(Operands(Q, Q, None), Options("dense")),
+        "v must be a jax.Array, got NoneType (None)",
+    ),
+    (
+        lambda: check_arrays(Operands(Q, Q, Q, sink=text), Options("dense")),
+        "sink must be a jax.Array, got str ('text')",
+    ),
+    (
+        lambda: check_arrays(Operands(Q, Q, Q, kv_batch_idx=text), Options("kvcache")),
+        "cache_batch_idx must be a jax.Array, got str ('text')",
+    ),
     (lambda: hj.quantize_kv(text, "int8"), "x must be a jax.Array, got str ('text')"),
     (
         lambda: hj.quantize_kv(z(2, 8, dtype=i32), "int8"),

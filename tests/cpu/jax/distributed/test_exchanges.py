@@ -91,6 +91,25 @@ def test_tokens_are_exchanged_for_heads_and_back(layout, counts):
     np.testing.assert_array_equal(back[2], wide.astype(jnp.bfloat16))
 
 
+def test_heads_of_an_axis_of_their_own_are_exchanged_in_the_order_of_its_devices():
+    """Tokens of several devices are then a part of a ring's, which has the layout."""
+    static = told("heads x ring", counts=(4, 4))._replace(axis_name="rings", heads_axis=AXIS)
+    x, ranges = jnp.arange(8 * 4).reshape(1, 8, 4, 1), jnp.arange(16).reshape(1, 1, 8, 2)
+
+    def moved(x, ranges):
+        by = _Exchange(static)
+        mine = by.queries(x)
+        its_ranges = by.operands(None, Rest(key_ranges=ranges))[1].key_ranges
+        return mine, its_ranges, by.from_heads(mine, by.share.queries, 1, 2, 1)
+
+    given = jnp.stack(jnp.split(x, DEVICES, 1)), jnp.stack(jnp.split(ranges, DEVICES, 2))
+    mine, its_ranges, back = on_devices(moved, *given)
+    for device in range(DEVICES):
+        np.testing.assert_array_equal(mine[device], x[:, :, device : device + 1])
+        np.testing.assert_array_equal(its_ranges[device], ranges)
+    np.testing.assert_array_equal(back, given[0])
+
+
 def test_each_device_has_what_belongs_to_its_heads():
     """Sink, slopes, ranges of all rows in their order, and the place in the mask of dropout. A
     head that two devices have counts once in the gradient of a sink."""
