@@ -140,6 +140,8 @@ STARTS = [0, 0, 0, 3, 3, 5, 5, 5, 5, 5, 10, 11]
         ([[5, 8]] * 4 + [[12, 12]] * 8, True),
         ([list(pair) for pair in zip(ENDS, STARTS, strict=True)], False),
         ([[12, 12, 0, s] for s in STARTS], False),
+        # Two runs, of which the second ends before the last key.
+        (([[12] * 4] * 3 + [[0, 12, 12, 12]] * 3) * 2, False),
         # Rows of one run, which begins behind key 0, beside rows of two.
         ([[0, 6, 12, 12]] * 2 + [[0, 12, 12, 12]] * 2 + [[12, 12, 12, 12]] * 8, False),
     ],
@@ -148,6 +150,9 @@ def test_flashmasks_of_row_ranges_are_converted(framework, columns, causal):
     given = np.array(columns, np.int32)[None, None]
     got = masks.from_flashmask(arrays(framework)(given), causal=causal)
     assert (shown(got) == column_mask(given, causal)).all()
+    # No key is shown twice.
+    _, end, *second = np.moveaxis(np.asarray(got), -1, 0)
+    assert not second or ((second[0] >= second[1]) | (second[0] >= end)).all()
 
 
 @FRAMEWORKS
