@@ -165,6 +165,9 @@ def test_flashmasks_of_more_rows_than_are_looked_at_together_are_converted(frame
     got = np.asarray(masks.from_flashmask(arrays(framework)(given)))
     want = np.stack([np.where(places < 140, 0, np.where(places < 270, 140, 200)), places + 1], -1)
     assert got.shape == (1, 1, seqlen, 2) and (got == want).all()
+    for count in (128, 129):
+        got = np.asarray(masks.from_flashmask(arrays(framework)(given[:, :, :count])))
+        assert (got[0, 0] == np.stack([0 * places, places + 1], -1)[:count]).all()
     none = np.zeros((1, 2, 5, 1), np.int32)
     got = np.asarray(masks.from_flashmask(arrays(framework)(none)))
     assert got.shape == (1, 2, 5, 2) and (got[..., 0] >= got[..., 1]).all()
