@@ -46,13 +46,13 @@ def unpad_input(
     used = kept = _mask("attention_mask", attention_mask, hidden_states)
     if unused_mask is not None:
         kept = used | _mask("unused_mask", unused_mask, hidden_states)
-    lengths = kept.sum(-1, dtype=torch.int32)
+    lengths = kept.sum(1, dtype=torch.int32)
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
     torch.cumsum(lengths, 0, out=cu_seqlens[1:])
     indices = kept.flatten().nonzero().flatten()
     longest = int(lengths.max()) if len(lengths) else 0
     packed = hidden_states.flatten(0, 1).index_select(0, indices)
-    return packed, indices, cu_seqlens, longest, used.sum(-1, dtype=torch.int32)
+    return packed, indices, cu_seqlens, longest, used.sum(1, dtype=torch.int32)
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:

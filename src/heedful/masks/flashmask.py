@@ -44,7 +44,7 @@ def from_flashmask(startend_row_indices: Any, causal: bool = True) -> Any:
         )
     check_ints(name, startend_row_indices)
     if not seqlen:
-        return int32(xp, startend_row_indices[..., :1] + startend_row_indices[..., :1] * 0)
+        return int32(xp, xp.concatenate([startend_row_indices[..., :1]] * 2, -1))
     indices, parts, most = clipped(xp, startend_row_indices, seqlen), [], 0
     for first in range(0, seqlen, _ROWS):
         rows = positions(xp, seqlen, indices)[first : first + _ROWS, None]
@@ -88,9 +88,9 @@ def _ranges(xp: Any, seen: Any) -> tuple[Any, Any]:
     lowest, highest = ("amin", "amax") if is_torch(xp) else ("min", "max")
     first = getattr(xp.where(starts, place, keys), lowest)(-1)
     stop = getattr(xp.where(ends, place + 1, keys), lowest)(-1)
-    second = getattr(xp.where(starts, place, -1), highest)(-1)
-    last = getattr(xp.where(ends, place + 1, 0), highest)(-1)
+    second = getattr(starts * place, highest)(-1)
+    last = getattr(ends * (place + 1), highest)(-1)
     runs = starts.sum(-1)
-    # A row of one run has no second range.
-    second, last = xp.where(runs > 1, second, 0), xp.where(runs > 1, last, 0)
+    # A row of one run has no second range: its end is no later than its beginning.
+    last = xp.where(runs > 1, last, 0)
     return int32(xp, xp.stack([first, stop, second, last], -1)), runs

@@ -31,11 +31,10 @@ def t5_bias(weight: Any, bidirectional: bool = True, max_distance: int = 128) ->
     xp = namespace("weight", weight)
     count, _ = shape_of("weight", weight, "(num_buckets, heads)")
     check_count("max_distance", max_distance, 1)
-    least = 4 if bidirectional else 2
-    if count < least or (bidirectional and count % 2):
+    exact = count // (4 if bidirectional else 2)
+    if not exact or (bidirectional and count % 2):
         words = "an even number of at least 4 buckets" if bidirectional else "at least 2 buckets"
         raise ValueError(f"weight must have {words}, got {count}")
-    exact = count // (4 if bidirectional else 2)
     if max_distance <= exact:
         raise ValueError(
             f"max_distance must be > {exact}, as so many distances have a bucket each, got"

@@ -129,7 +129,7 @@ def _of_lists(x: Operands, seq: _Sequence, head: int, rows, keys_T, width: int, 
     side = x.block_bits.shape[1]
     row = x.block_rows[min(seq.batch, batch - 1), min(head, heads - 1), rows[0] // side]
     listed = row[2:].reshape(-1, 2)[: max(0, row[0] + row[1])]
-    index = np.full(max(1, -(-seq.len_k // side)), -2)
+    index = np.full(-(-seq.len_k // side), -2)
     listed = listed[(listed[:, 0] >= 0) & (listed[:, 0] < len(index))]
     index[listed[:, 0]] = listed[:, 1]
     index_T = index[keys_T // side]

@@ -2,6 +2,7 @@
 of."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +11,10 @@ from jax import numpy as jnp
 
 import heedful.jax
 from heedful import BlockMask
+from heedful.core.call.operands import Operands
+from heedful.core.call.problem import AttentionProblem
+from heedful.jax.tiled.tiles import Sequence
+from heedful.masks.block_mask import block_operands, is_checked
 from support.problems.grids import slow_but
 
 SIDE, ROWS, KEYS = 32, 70, 100
@@ -133,3 +138,49 @@ def test_a_mask_of_other_lengths_is_refused():
         heedful.jax.flash_attn_func(
             q, k[:, 1:], v[:, 1:], block_mask=BlockMask.of(drawn(), side=SIDE)
         )
+
+
+def as_jax(mask: np.ndarray, **more: Any) -> BlockMask:
+    """By PyTorch, which makes it without compiling."""
+    torch = pytest.importorskip("torch")
+    made = BlockMask.of(torch.from_numpy(np.array(mask)), side=SIDE, **more)
+    return jax.tree.map(lambda t: jnp.asarray(t.numpy()), made, is_leaf=torch.is_tensor)
+
+
+@pytest.mark.parametrize("batch, heads", [(2, 4), (1, 1)])
+def test_a_tile_of_scores_reads_its_own_part_of_the_lists(batch, heads):
+    mask = np.asarray(drawn(heads))[:batch]
+    q, k, v = inputs()
+    problem = AttentionProblem.dense(
+        2, ROWS, KEYS, 4, 2, head_dim=16, head_dim_v=16, dtype="float32", block_mask=SIDE
+    )
+    x = Operands(q, k, v, **as_jax(mask).operands(ROWS, KEYS, ""))
+    listed = jax.jit(lambda b, *places: Sequence(problem, x, b)._listed(*places))
+    for b in range(2):
+        for row, col in ((0, 0), (40, 17)):
+            got = listed(jnp.int32(b), row + jnp.arange(30), col + jnp.arange(83))
+            want = mask[min(b, batch - 1), :, row : row + 30, col : col + 83]
+            np.testing.assert_array_equal(got, want)
+
+
+def test_lists_are_looked_at_where_the_setting_asks_and_nothing_traces(monkeypatch):
+    counts, tiles = np.array([[[1, 1, 1]]]), jnp.array([[[[3], [4], [0]]]])
+    more = [0, 0, 1]
+    make = partial(BlockMask.of_lists, seqlen_q=ROWS, seqlen_k=KEYS, side=SIDE)
+    few = as_jax(np.asarray(drawn()), capacity=2)
+    q, k, v = inputs()
+    monkeypatch.delenv("HEEDFUL_CHECK_PAGES", raising=False)
+    assert not is_checked(tiles)
+    assert block_operands(few, q, k).keys() == {"block_rows", "block_keys", "block_bits"}
+    monkeypatch.setenv("HEEDFUL_CHECK_PAGES", "1")
+    assert is_checked(tiles)
+    with pytest.raises(ValueError, match="tiles must be from 0 to 3, got 4 in entry 0 of row 1 "):
+        make(jnp.asarray(counts), tiles)
+    with pytest.raises(ValueError, match="counts must be from 0 to 1, got 2 in row 2 of .* 0$"):
+        make(jnp.asarray(counts + more), tiles)
+    with pytest.raises(ValueError, match="capacity must be at least"):
+        block_operands(few, q, k)
+    assert block_operands(few, q, k, lambda array: False)
+    jax.make_jaxpr(make)(jnp.asarray(counts), tiles)
+    jax.make_jaxpr(lambda mask: block_operands(mask, q, k))(few)
+    assert block_operands(None, q, k) == {} == block_operands(few, None, k)

@@ -1,6 +1,7 @@
 """What is left out of a call of JAX's functions is what is left out of their namesakes, and what is
 passed reaches the operand or the option of its name."""
 
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 jax = pytest.importorskip("jax")
+from jax.sharding import Mesh, PartitionSpec  # noqa: E402
 
 import heedful.jax as hj  # noqa: E402
 import heedful.torch as ht  # noqa: E402
@@ -132,3 +134,108 @@ def test_an_argument_of_a_cache_is_the_operand_option_or_update_of_its_name(monk
     assert_reached({name: given[name] for name in UPDATES}, update)
     rest = {name: value for name, value in given.items() if name not in UPDATES}
     assert_reached(rest, x, options)
+
+
+@pytest.mark.parametrize(
+    "function, name",
+    [
+        (compat.flash_attn_func, "flash_attn_func"),
+        (compat.flash_attn_varlen, "flash_attn_varlen_func"),
+    ],
+)
+def test_an_argument_of_the_port_is_the_one_of_its_name(monkeypatch, function, name):
+    """Its results are tuples. Dense calls ask for the log-sum-exp in any case."""
+    seen: list[dict[str, Any]] = []
+    signature = inspect.signature(getattr(attention, name))
+
+    def called(*arrays, **more):
+        seen.append(dict(signature.bind(*arrays, **more).arguments))
+        results = ("out", "lse", "probs")[: 2 + bool(more.get("return_attn_probs"))]
+        return results if more["return_lse"] else "out"
+
+    monkeypatch.setattr(compat.api, name, called)
+    own = {"cu_seqlens_q", "cu_seqlens_kv"} if name == "flash_attn_func" else set()
+    flags = {"return_lse", "return_attn_probs"}
+    names = [n for n in inspect.signature(function).parameters if n not in own | flags]
+    given: dict[str, Any] = {n: Mark(n) for n in names} | {"q": Q, "k": Q + 1}
+    is_dense = name == "flash_attn_func"
+    for lse, probs in ((False, False), (True, False), *[(False, True), (True, True)] * is_dense):
+        asked = {"return_lse": lse} | ({"return_attn_probs": probs} if is_dense else {})
+        results = function(**given, **asked)
+        assert results == ("out", *["lse"] * lse, *["probs"] * probs)
+        assert seen.pop() == given | asked | ({"return_lse": True} if is_dense else {})
+    if not is_dense:
+        for sizes in ((3, 0), (0, 4), (0, 0)):
+            function(**given | {"max_seqlen_q": sizes[0], "max_seqlen_k": sizes[1]})
+            found = seen.pop()
+            assert found["max_seqlen_q"] == (sizes[0] or 2)
+            assert found["max_seqlen_k"] == (sizes[1] or 2)
+
+
+Q = jax.numpy.zeros((2, 3, 4, 8))
+
+
+@pytest.mark.parametrize("axes", ["x", ("x", "y")], ids=str)
+def test_an_argument_of_context_parallelism_is_kept_by_its_name(monkeypatch, axes):
+    """Results are two where they are asked for."""
+    # The package has a function of this name.
+    module = importlib.import_module("heedful.jax.distributed.attention")
+    kept = []
+
+    def keep(static, q, k, v, sink, rest):
+        kept.append((static, (q, k, v), sink, rest))
+        return q, k
+
+    monkeypatch.setattr(module, "_attention", keep)
+    options: dict[str, Any] = {
+        "dropout_p": 0.25,
+        "softmax_scale": 0.5,
+        "causal": True,
+        "window_size": [3, 4],
+        "softcap": 2.0,
+        "deterministic": True,
+    }
+    strategy = "ring" if axes == "x" else "heads x ring"
+    mesh = Mesh([[jax.devices()[0]]], ("x", "y"))
+    x = jax.numpy.arange(2 * 4 * 2 * 8.0).reshape(2, 4, 2, 8)
+    ranges, slopes = jax.numpy.ones((1, 1, 4, 2), "int32"), jax.numpy.ones(2)
+    spread = module.attention
+
+    def call(x, ranges, slopes):
+        results = spread(
+            *(x, x + 1, x + 2),
+            axes,
+            strategy=strategy,
+            layout="contiguous",
+            alibi_slopes=slopes,
+            key_ranges=ranges,
+            learnable_sink=slopes + 1,
+            return_lse=True,
+            dropout_seed=7,
+            dropout_origin=(5, 6),
+            backend="scan",
+            **options,
+        )
+        assert len(results) == 2
+        one = spread(x, x, x, axes, strategy=strategy, layout="contiguous")
+        assert one.shape == x.shape
+        (static, arrays, sink, rest), (plain, *_, bare) = kept
+        assert dict(static.options) == options | {"window_size": (3, 4), "backend": "scan"}
+        assert static[:6] == (
+            strategy,
+            "x",
+            "y" if axes != "x" else None,
+            "contiguous",
+            None,
+            (2, 2),
+        )
+        assert plain[:6] == static[:6] and dict(plain.options)["dropout_p"] == 0.0
+        assert bare == (None,) * 5 and rest.cu_seqlens is None
+        return *arrays, sink, rest.alibi_slopes, rest.key_ranges, rest.seed, rest.origin
+
+    spec = PartitionSpec()
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    *arrays, sink, its_slopes, its_ranges, seed, origin = mapped(x, ranges, slopes)
+    assert all((a == x + n).all() for n, a in enumerate(arrays))
+    assert (sink == 2).all() and (its_slopes == 1).all() and (its_ranges == ranges).all()
+    assert seed.tolist() == [7, 0] and origin.tolist() == [5, 6]

@@ -1,6 +1,8 @@
 """What jaxlib is told of a launch is all of it: code, sizes, grid and each parameter in order, read
 back from the bytes."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("jax")
@@ -26,7 +28,7 @@ PARAMETERS = (
 )
 
 
-def call_of(grid=(300, 2, 1), target: str = "cuda:90", zeroed=None) -> wire.Call:
+def launch_of(grid=(300, 2, 1), target: str = "cuda:90") -> ForeignLaunch:
     artifact = Artifact(
         code=b"machine code",
         text="",
@@ -40,8 +42,20 @@ def call_of(grid=(300, 2, 1), target: str = "cuda:90", zeroed=None) -> wire.Call
         parameter_bytes=0,
     )
     names = frozenset({"out"}), frozenset({"out"})
-    launch = ForeignLaunch(artifact, grid, PARAMETERS, *names, False, False)
-    return wire.Call(triton_call.opaque(launch, "a name", zeroed or {}))
+    return ForeignLaunch(artifact, grid, PARAMETERS, *names, False, False)
+
+
+def call_of(zeroed=None, **facts) -> wire.Call:
+    return wire.Call(triton_call.opaque(launch_of(**facts), "a name", zeroed or {}))
+
+
+def test_launches_that_no_field_describes_are_refused_by_their_kernels_name():
+    launch = launch_of()
+    with pytest.raises(RuntimeError, match="^kernel: compiler scratch is not supported$"):
+        artifact = replace(launch.artifact, scratch_bytes=1)
+        triton_call.message(replace(launch, artifact=artifact), "a name", {})
+    with pytest.raises(RuntimeError, match="^kernel: cooperative launches are not supported$"):
+        triton_call.message(replace(launch, cooperative=True), "a name", {})
 
 
 def test_a_message_has_each_parameter_of_a_launch_in_order():

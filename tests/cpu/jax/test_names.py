@@ -65,6 +65,9 @@ def test_rows_behind_a_query_length_are_zero():
     for b, n in enumerate(LENGTHS["query_seq_lengths"].tolist()):
         close(out[b, :n], want[b, :n])
         assert not out[b, n:].any() and (lse[b, n:] == -jnp.inf).all()
+        seen = LENGTHS["key_value_seq_lengths"][b]
+        scores = np.einsum("ihd,jhd->ihj", q[b, :n], np.repeat(k[b, :seen], 2, 1)) / np.sqrt(8)
+        close(lse[b, :n], jnp.asarray(np.log(np.exp(scores).sum(-1))))
 
 
 def test_dot_product_attention_takes_arrays_without_a_batch_and_its_arguments_by_name():
@@ -83,6 +86,14 @@ def test_dot_product_attention_takes_arrays_without_a_batch_and_its_arguments_by
 def test_dot_product_attention_names_what_is_wrong(bad):
     with pytest.raises((TypeError, ValueError), match=next(iter(bad))):
         hj.dot_product_attention(*inputs(), **bad)
+
+
+def test_the_implementation_is_a_backend_of_ours():
+    """It says why it cannot run here."""
+    with pytest.raises(ValueError, match="backend must be .*, got 'xla'"):
+        hj.dot_product_attention(*inputs(), implementation="xla")
+    with pytest.raises(ValueError, match="backend=.portable. cannot run"):
+        hj.dot_product_attention(*inputs(), implementation="portable")
 
 
 def test_compat_returns_tuples_in_the_ports_order():

@@ -102,3 +102,15 @@ def test_memory_is_linear_in_the_lengths():
         sizes.append(compiled.memory_analysis().temp_size_in_bytes)
     assert sizes[1] < 2.2 * sizes[0]
     assert sizes[1] < 2 * 4096 * 4096 * 4 / 4
+
+
+def test_all_probabilities_are_kept_or_none_and_the_others_weigh_more():
+    """At 1 nothing is kept, and nothing is divided by."""
+    assert [philox.keep_scale(p) for p in (0.0, 0.5, 0.75, 1.0)] == [1.0, 2.0, 4.0, 0.0]
+    assert [philox.keep_threshold(p) for p in (0.0, 0.25, 1.0)] == [2**32, 3 * 2**30, 0]
+    seed, few = jnp.array([1, 2], jnp.uint32), jnp.arange(3, dtype=jnp.uint32)
+    for p, kept in ((0.0, True), (1.0, False)):
+        tile = philox.keep_tile(
+            seed, p, jnp.uint32(0), few[:2], few, jnp.arange(5, dtype=jnp.uint32)
+        )
+        assert tile.shape == (2, 3, 5) and tile.dtype == bool and (tile == kept).all()

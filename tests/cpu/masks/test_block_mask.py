@@ -53,7 +53,11 @@ def test_a_block_mask_is_the_mask_that_it_was_made_of(batch, heads, causal):
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("part", [1, of_masks._PART])
+# Scores of a row of tiles.
+ONE_ROW = SIDE * 4 * SIDE
+
+
+@pytest.mark.parametrize("part", [1, 3 * ONE_ROW, 8 * ONE_ROW, of_masks._PART])
 def test_makers_agree_however_much_they_look_at_together(part, monkeypatch):
     monkeypatch.setattr(of_masks, "_PART", part)
     mask = drawn(2, 4)
@@ -75,6 +79,24 @@ def test_tiles_beyond_the_capacity_are_hidden_and_the_next_checked_call_raises()
     assert few.overflow and hidden.any() and not (few.to_dense() & ~mask).any()
     with pytest.raises(ValueError, match="capacity must be at least"):
         heedful.flash_attn_func(q, k, v, block_mask=few)
+
+
+def test_a_capacity_of_as_many_tiles_as_are_seen_in_part_is_enough():
+    mask = drawn()
+    tiles = torch.nn.functional.pad(mask, (0, 128 - KEYS, 0, 96 - ROWS)).unflatten(3, (4, SIDE))
+    tiles = tiles.unflatten(2, (3, SIDE)).swapaxes(3, 4)
+    inside = torch.nn.functional.pad(torch.ones_like(mask), (0, 128 - KEYS, 0, 96 - ROWS))
+    inside = inside.unflatten(3, (4, SIDE)).unflatten(2, (3, SIDE)).swapaxes(3, 4)
+    part = tiles.flatten(-2).any(-1) & (inside & ~tiles).flatten(-2).any(-1)
+    count = int(part.sum())
+    enough, few = made(mask, capacity=count), made(mask, capacity=count - 1)
+    assert not enough.overflow and torch.equal(enough.to_dense(), mask)
+    enough.check()
+    assert few.overflow and few.bits.shape[0] == count - 1
+    # The last tile that is seen in part is the one that is hidden.
+    assert (few.to_dense() != mask).sum() == (tiles[part][-1]).sum()
+    with pytest.raises(ValueError, match=f"in part, got the {count - 1} of this mask$"):
+        few.check()
 
 
 def test_more_bits_than_a_limit_raise_and_name_the_bytes(monkeypatch):

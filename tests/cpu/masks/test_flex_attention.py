@@ -128,10 +128,20 @@ def test_compiled_code_takes_our_mask_and_refuses_torchs():
         run(q, k, v, block_mask=given)
 
 
-def test_tiles_of_torchs_mask_that_are_none_of_ours_are_refused():
-    given = torchs.create_block_mask(
-        CAUSAL, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=(48, 64)
-    )
-    said = r"^mask must have a BLOCK_SIZE of multiples of 32, got \(48, 64\)$"
-    with pytest.raises(ValueError, match=said):
-        BlockMask.of(given)
+def test_tiles_of_torchs_that_no_tile_of_ours_divides_are_refused():
+    for size in (48, (64, 40)):
+        sizes = size if isinstance(size, tuple) else (size, size)
+        given = torchs.create_block_mask(CAUSAL, 1, 1, 96, 96, device="cpu", BLOCK_SIZE=size)
+        words = rf"mask must have a BLOCK_SIZE of multiples of 32, got \({sizes[0]}, {sizes[1]}\)"
+        with pytest.raises(ValueError, match=words):
+            BlockMask.of(given)
+    given = torchs.create_block_mask(CAUSAL, 1, 1, 96, 96, device="cpu", BLOCK_SIZE=64)
+    assert BlockMask.of(given, side=64).side == 64
+    for more, words in (
+        ({"side": 32}, "side must be 64, that of torch's mask, got 32"),
+        ({"capacity": 3}, "capacity must be None with a BlockMask of torch, got 3"),
+        ({"seqlen_q": 96}, "seqlen_q must be None with a BlockMask of torch, got 96"),
+        ({"heads": 2}, "heads must be 1 with a BlockMask of torch, got 2"),
+    ):
+        with pytest.raises(ValueError, match=f"^{words}$"):
+            BlockMask.of(given, **more)

@@ -85,6 +85,22 @@ def test_ints_of_64_bits_beyond_all_positions_hide_nothing():
 
 
 @FRAMEWORKS
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32", "int64"])
+def test_a_length_counts_as_it_is_in_each_dtype(framework, dtype):
+    """Also one that is more than all positions, of which an int of 8 bits holds few."""
+    if framework == "jax" and dtype == "int64":
+        pytest.skip("it has these where it is told to")
+    most, seqlen = min(int(np.iinfo(dtype).max), 2**40), 300
+    lengths = np.array([0, 100, most], dtype)
+    if framework == "torch":
+        ranges = masks.prefix(torch.from_numpy(lengths), seqlen)
+    else:
+        ranges = masks.prefix(arrays(framework)(lengths), seqlen)
+    ends = np.maximum(np.arange(1, seqlen + 1), np.minimum([[0], [100], [most]], seqlen))
+    assert (np.asarray(ranges)[:, 0, :, 1] == ends).all() and not ranges[..., 0].any()
+
+
+@FRAMEWORKS
 def test_documents_of_all_positions_that_few_bits_hold_part(framework):
     """After 255 an unsigned byte counts from 0 again."""
     places = np.tile(np.arange(256, dtype=np.uint8), 2)[None]
@@ -124,6 +140,8 @@ STARTS = [0, 0, 0, 3, 3, 5, 5, 5, 5, 5, 10, 11]
         ([[5, 8]] * 4 + [[12, 12]] * 8, True),
         ([list(pair) for pair in zip(ENDS, STARTS, strict=True)], False),
         ([[12, 12, 0, s] for s in STARTS], False),
+        # Two runs, of which the second ends before the last key.
+        (([[12] * 4] * 3 + [[0, 12, 12, 12]] * 3) * 2, False),
         # Rows of one run, which begins behind key 0, beside rows of two.
         ([[0, 6, 12, 12]] * 2 + [[0, 12, 12, 12]] * 2 + [[12, 12, 12, 12]] * 8, False),
     ],
@@ -132,6 +150,46 @@ def test_flashmasks_of_row_ranges_are_converted(framework, columns, causal):
     given = np.array(columns, np.int32)[None, None]
     got = masks.from_flashmask(arrays(framework)(given), causal=causal)
     assert (shown(got) == column_mask(given, causal)).all()
+    # No key is shown twice.
+    _, end, *second = np.moveaxis(np.asarray(got), -1, 0)
+    assert not second or ((second[0] >= second[1]) | (second[0] >= end)).all()
+
+
+@FRAMEWORKS
+def test_flashmasks_of_more_rows_than_are_looked_at_together_are_converted(framework):
+    """Rows of no key and of one run have one range each, where no row has two."""
+    seqlen = 300
+    places = np.arange(seqlen)
+    ends = np.where(places < 140, 140, np.where(places < 200, 270, seqlen))
+    given = ends.astype(np.int32)[None, None, :, None]
+    got = np.asarray(masks.from_flashmask(arrays(framework)(given)))
+    want = np.stack([np.where(places < 140, 0, np.where(places < 270, 140, 200)), places + 1], -1)
+    assert got.shape == (1, 1, seqlen, 2) and (got == want).all()
+    for count in (128, 129):
+        got = np.asarray(masks.from_flashmask(arrays(framework)(given[:, :, :count])))
+        assert (got[0, 0] == np.stack([0 * places, places + 1], -1)[:count]).all()
+    none = np.zeros((1, 2, 5, 1), np.int32)
+    got = np.asarray(masks.from_flashmask(arrays(framework)(none)))
+    assert got.shape == (1, 2, 5, 2) and (got[..., 0] >= got[..., 1]).all()
+
+
+@FRAMEWORKS
+@pytest.mark.parametrize("columns, causal", [(1, True), (2, True), (2, False), (4, False)])
+def test_a_flashmask_of_no_rows_has_their_ranges(framework, columns, causal):
+    given = np.zeros((2, 3, 0, columns), np.int64)
+    got = masks.from_flashmask(arrays(framework)(given), causal)
+    assert got.shape == (2, 3, 0, 2) and str(got.dtype).endswith("int32")
+
+
+def test_a_row_of_three_runs_is_found_among_its_neighbours():
+    """Which rows are looked at together is told, up to the last that there is."""
+    for row, rows in ((0, "0 to 127"), (127, "0 to 127"), (128, "128 to 199"), (199, "128 to 199")):
+        columns = torch.full((1, 1, 200, 4), 200)
+        columns[..., 1], columns[..., 3] = 200, 200
+        for key in (3, 9):
+            columns[0, 0, key, :2] = torch.tensor([row, row + 1])
+        with pytest.raises(ValueError, match=f"got 3 in one of rows {rows} "):
+            masks.from_flashmask(columns, causal=False)
 
 
 def test_flashmasks_of_more_than_two_runs_are_refused_in_a_sentence():
@@ -173,6 +231,15 @@ def test_flashmasks_of_more_than_two_runs_are_refused_in_a_sentence():
 def test_a_bad_argument_is_named(call, argument, kind):
     with pytest.raises(kind, match=f"^{argument} must "):
         call()
+
+
+def test_makers_are_found_by_their_names():
+    assert {*masks.__all__} <= {*dir(masks)} and "Any" not in dir(masks)
+    assert dir(masks) == sorted(dir(masks))
+    for name in masks.__all__:
+        assert getattr(masks, name).__name__ == name
+    with pytest.raises(AttributeError, match="nothing"):
+        masks.nothing  # noqa: B018  # pyright: ignore
 
 
 def test_documents_are_told_in_one_of_two_ways():

@@ -9,6 +9,8 @@ import torch
 
 import heedful.torch as heedful
 from heedful import BlockMask, masks
+from heedful.core.call.operands import Operands
+from heedful.core.call.problem import AttentionProblem
 from heedful.masks.seen import ARRAYS, Seen, seen_tiles
 from heedful.reference.oracle import in_blocks, in_ranges, visible
 from heedful.reference.sequences import sequences
@@ -57,6 +59,22 @@ def test_tiles_are_those_that_the_definition_shows(case):
                 tile = (min(tile[0], case.block_mask), min(tile[1], case.block_mask))
             assert seen_tiles(built.problem, x, tile) == counted(built.problem, x, tile)
     assert set(ARRAYS) <= set(built.x._fields)
+
+
+def test_entries_of_lists_that_point_nowhere_show_nothing():
+    """As kernels read them: no tile before the first or behind the last, no count below 0."""
+    mask = BlockMask.of(torch.ones(1, 1, 96, 80, dtype=torch.bool), side=32)
+    problem = AttentionProblem.dense(1, 96, 80, 2, head_dim=16, block_mask=32)
+    arrays = {n: t.numpy() for n, t in mask.operands(96, 80, "").items()}
+    rows = arrays["block_rows"]
+    rows[0, 0, 0, 2::2] = [2, -1, 3]
+    rows[0, 0, 1, 2::2] = [0, -2, 99]
+    rows[0, 0, 2, :2] = [-4, 3]
+    x = Operands(*[np.zeros(1)] * 3, **arrays)
+    # Of the first row the short tile, of the second a whole one, of the third none; of two heads.
+    pairs = 2 * (32 * 16 + 32 * 32)
+    assert seen_tiles(problem, x, (32, 32)) == Seen(4, 0, 2 * 7, pairs, pairs)
+    assert seen_tiles(replace(problem, seqlen_k=0), x, (32, 32)) == Seen(0, 0, 0, 0, 0)
 
 
 def test_explain_reads_a_mask_where_it_is_asked_to():

@@ -110,8 +110,9 @@ class _Ring:
 def forward(static: Static, q, k, v, sink, rest: Rest):
     """(out, lse), and what `backward` wants."""
     ring, axis = _Ring(static, q), static.tokens
+    # Written by the first turns, of each row with its own keys.
     out = jnp.zeros((*q.shape[:-1], v.shape[-1]), jnp.float32)
-    lse = jnp.full((*q.shape[:axis], q.shape[axis + 1], q.shape[axis]), -jnp.inf, jnp.float32)
+    lse = jnp.zeros((*q.shape[:axis], q.shape[axis + 1], q.shape[axis]), jnp.float32)
     carried: list[Any] = [out, lse]
     for step, keys, values in ring.walk(k, v, carried):
         for turn in step.turns:

@@ -22,8 +22,8 @@ from heedful.jax.distributed.calls import (
     arguments,
 )
 from heedful.jax.distributed.heads import shared
-from heedful.jax.distributed.layouts import LAYOUTS, chunks_of
-from heedful.jax.distributed.ring import merge
+from heedful.jax.distributed.layouts import LAYOUTS, chunks_of, shard
+from heedful.jax.distributed.ring import _Ring, merge
 from heedful.jax.distributed.rings import Step, Turn, steps
 
 EACH = 12
@@ -196,3 +196,83 @@ def test_columns_of_a_dropout_mask_are_known_to_be_multiples_of_4_where_they_are
         assert isinstance(found, Quads) and found.count == 2
     else:
         assert found == column and not isinstance(found, Quads)
+
+
+AXIS, DEVICES = "ring", 4
+# Of each chunk of 8 tokens these are sent from the device before.
+SOME = Step(1, (4, 7), (Turn((0, 1, 0, 1), (2, 6), (1, 1, 0, 0), MASKED),))
+
+
+def static_of(layout: str, longest=None) -> Static:
+    options = (("causal", True), ("window_size", (3, 0)))
+    return Static("ring", AXIS, None, layout, longest, (2, 2), options)
+
+
+def on_devices(function, *arrays):
+    return jax.jit(jax.vmap(function, axis_name=AXIS))(*arrays)
+
+
+@pytest.mark.parametrize("longest", [None, 9], ids=["dense", "packed"])
+@pytest.mark.parametrize("rows", [SOME.rows, (0, 8)], ids=str)
+def test_rows_of_each_chunk_travel_to_the_device_behind_and_back(rows, longest):
+    step, axis = SOME._replace(rows=rows), 1 if longest is None else 0
+    batch = 1.0 + np.arange(3 * DEVICES * 16).reshape(3, DEVICES, 2, 8)
+    # (devices, batch, tokens), or packed (devices, tokens, batch).
+    own = np.moveaxis(batch, 1, 0)
+    cut = own[..., slice(*rows)]
+    kept = np.zeros_like(own)
+    kept[..., slice(*rows)] = cut
+    placed = [x.reshape(DEVICES, 3, -1) for x in (own, cut, kept)]
+    own, cut, kept = placed if longest is None else (x.swapaxes(1, 2) for x in placed)
+
+    def moved(x):
+        ring = _Ring(static_of("zigzag", longest), x)
+        sent = ring.sent(x, step)
+        back = ring.returned(sent, step)
+        return sent, back, ring.add(x, back, step)
+
+    x = jnp.asarray(own, jnp.float32)
+    assert x.shape[axis + 1] == 16
+    sent, back, added = on_devices(moved, x)
+    np.testing.assert_array_equal(sent, np.roll(cut, 1, 0))
+    np.testing.assert_array_equal(back, cut)
+    np.testing.assert_array_equal(added, own + kept)
+
+
+def test_a_turn_is_of_rows_where_they_lie_on_a_device_and_in_the_batch():
+    def places(x):
+        queries, keys = _Ring(static_of("zigzag"), x).rows(SOME, SOME.turns[0])
+        assert (queries.count, keys.count) == (4, 3)
+        return jnp.stack([queries.first, queries.begin, keys.first, keys.begin])
+
+    found = on_devices(places, jnp.zeros((DEVICES, 1, 16, 1, 1)))
+    chunks = chunks_of("zigzag", DEVICES)
+    for device, got in enumerate(found.tolist()):
+        i, j = SOME.turns[0].queries[device], SOME.turns[0].keys[device]
+        query, key = chunks[device][i], chunks[device - 1][j]
+        assert got == [8 * i + 2, 8 * query + 2, 3 * j, 8 * key + 4]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_has_its_rows_of_the_keys_of_its_source(layout):
+    """In the order of steps; what a step made is there behind it."""
+    tokens = jnp.arange(64.0)[None, :, None, None]
+    parts = jnp.stack(jnp.split(shard(tokens, DEVICES, layout), DEVICES, 1))
+    seen = []
+
+    def walked(x):
+        ring, carried = _Ring(static_of(layout), x), [x * 0]
+        for step, keys, values in ring.walk(x, -x, carried):
+            seen.append(step)
+            carried[0] = carried[0] + 1
+            yield keys, values
+        yield carried[0]
+
+    *steps_, total = on_devices(lambda x: [*walked(x)], parts)
+    assert len(seen) == len(steps_) >= 2 and (total == len(seen)).all()
+    each = 64 // DEVICES // len(chunks_of(layout, DEVICES)[0])
+    own = np.asarray(parts).reshape(DEVICES, -1, each)
+    for step, (keys, values) in zip(seen, steps_, strict=True):
+        want = np.roll(own, step.distance, 0)[:, :, slice(*step.rows)].reshape(DEVICES, -1)
+        np.testing.assert_array_equal(keys[:, 0, :, 0, 0], want)
+        np.testing.assert_array_equal(values, -keys)

@@ -9,6 +9,8 @@ jax = pytest.importorskip("jax")
 from jax import numpy as jnp  # noqa: E402
 
 import heedful.jax as heedful  # noqa: E402
+from heedful.core.call.arguments import Options  # noqa: E402
+from heedful.jax.api.attention import _with_max  # noqa: E402
 from support.problems.cases import Case, build  # noqa: E402
 from support.problems.largest import check_largest  # noqa: E402
 from support.runs import jax_api  # noqa: E402
@@ -45,6 +47,23 @@ def test_heads_have_the_largest_of_their_rows_under_transforms():
     grad = jax.grad(lambda q: attend(q)[0].sum())(q)
     assert grad.shape == q.shape and out.shape == q.shape
     assert attend(q[:, :0])[1].tolist() == [-np.inf] * 3
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5), (3, 5)], ids=["dense", "packed"])
+def test_the_largest_of_heads_are_over_all_but_them_and_come_last(shape):
+    """A false number asks for none."""
+    rows = jnp.asarray(np.random.default_rng(0).normal(size=shape))
+    results = "out", "lse", rows
+    heads = np.asarray(rows).max(tuple(n for n in range(len(shape)) if n != len(shape) - 2))
+    for has_lse in (False, True):
+        options = Options("dense", return_lse=has_lse, return_max_logits=True)
+        *others, largest = _with_max(results, options, True)
+        assert others == ["out", "lse"][: 1 + has_lse] and (largest == heads).all()
+        assert _with_max(results, options, "rows") == (*others, rows)
+        none = options._replace(return_max_logits=np.False_)
+        assert _with_max(results[:2], none, np.False_) == results[:2]
+    nobody = _with_max(("out", "lse", rows[..., :0]), options, True)[2]
+    assert (nobody == -np.inf).all() and nobody.shape == (3,)
 
 
 def test_other_words_are_refused_by_name():

@@ -95,6 +95,7 @@ TOKENS = torch.zeros(5, 4)
 MASK = torch.ones(2, 3, dtype=torch.bool)
 INDICES = torch.arange(5)
 anything: Any = object()
+text: Any = "2"
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,11 @@ anything: Any = object()
         (lambda: unpad_input(X, MASK.to("meta")), ValueError, "attention_mask"),
         (lambda: unpad_input(X, MASK, MASK[:1]), ValueError, "unused_mask"),
         (lambda: pad_input(TOKENS, INDICES, -1, 3), ValueError, "batch"),
+        (lambda: pad_input(TOKENS, INDICES, 2, -3), ValueError, "seqlen"),
+        (lambda: pad_input(TOKENS, INDICES, text, 3), TypeError, "batch"),
+        (lambda: pad_input(anything, INDICES, 2, 3), TypeError, "hidden_states"),
+        (lambda: unpad_input(X, MASK, anything), TypeError, "unused_mask"),
+        (lambda: unpad_input(X, MASK * 1j), TypeError, "attention_mask"),
         (lambda: pad_input(TOKENS, INDICES, 2, 2.5), TypeError, "seqlen"),  # type: ignore
         (lambda: pad_input(TOKENS, INDICES[:4], 2, 3), ValueError, "indices"),
         (lambda: pad_input(TOKENS, INDICES + 2, 2, 3), ValueError, "indices"),
@@ -117,8 +123,31 @@ anything: Any = object()
         (lambda: index_first_axis(anything, INDICES), TypeError, "input"),
         (lambda: index_first_axis(torch.zeros(()), INDICES), ValueError, "input"),
         (lambda: index_first_axis(TOKENS, INDICES + 1), ValueError, "indices"),
+        (lambda: index_first_axis(TOKENS, anything), TypeError, "indices"),
+        (lambda: index_first_axis(TOKENS, INDICES.to("meta")), ValueError, "indices"),
+        (lambda: index_first_axis(TOKENS, INDICES.short()), TypeError, "indices"),
     ],
 )
 def test_a_wrong_argument_is_named(call, kind, named):
     with pytest.raises(kind, match=f"^{named} must"):
         call()
+
+
+def test_a_wrong_argument_is_told_with_what_it_is():
+    for call, said in (
+        (lambda: unpad_input(X[0, 0], MASK), r"hidden_states must be \(batch, .* shape \(4,\)$"),
+        (lambda: unpad_input(X, MASK[:, :2]), r"= \(2, 3\), got \(2, 2\)$"),
+        (lambda: pad_input(TOKENS, INDICES[:4], 2, 3), "must be one a token, 5, got 4$"),
+        (lambda: pad_input(TOKENS, INDICES + 2, 2, 3), "must be within 0 and 5, got 2 to 6$"),
+        (lambda: index_first_axis(TOKENS, INDICES - 1), "must be within 0 and 4, got -1 to 3$"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
+
+
+def test_the_last_token_of_a_batch_and_int32_numbers_are_taken():
+    last = torch.tensor([5, 0], dtype=torch.int32)
+    rows = torch.arange(1.0, 3.0)[:, None]
+    assert pad_input(rows, last, 2, 3).flatten().tolist() == [2, 0, 0, 0, 0, 1]
+    assert index_first_axis(torch.arange(6.0), last).tolist() == [5, 0]
+    assert pad_input(rows[:0], last[:0], 0, 3).shape == (0, 3, 1)
