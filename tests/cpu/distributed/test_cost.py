@@ -160,8 +160,7 @@ BATCHES: dict[str, tuple[str, list[int], int, Mask, tuple[int, int], tuple[int, 
 
 def golden_lines() -> list[str]:
     lines = []
-    for name, (layout, lengths, ranks, mask, *given) in BATCHES.items():
-        heads, dims, size = given
+    for name, (layout, lengths, ranks, mask, heads, dims, size) in BATCHES.items():
         made = LAYOUTS[layout](lengths, ranks, mask)
         lines.append(f"{name}, microseconds of the forward and of the backward")
         for copies in (False, True):

@@ -188,7 +188,10 @@ def test_a_rank_stands_in_a_row_that_shares_a_shard_and_in_a_column_that_passes_
     made = grid(ranks.group, shards, 2, (4, 2))
     line, place = divmod(rank, 2)
     first, second = PARTS[line]
-    places = ((slice(0, first),) * 2,), ((slice(0, second), slice(first, first + second)),)
+    places = (
+        ((slice(0, first), slice(0, first)),),
+        ((slice(0, second), slice(first, first + second)),),
+    )
     row = (10 + 2 * line, 11 + 2 * line)
     assert made.row == Side(row, place, 2, (4, 2), PARTS[line][place], first + second, places, 1)
     column = (10 + place, 12 + place)
