@@ -1,6 +1,8 @@
 """Which ranks read each other's memory, why others cannot, and how much memory there is. The other
 ranks and the GPUs are stand-ins."""
 
+import sys
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from heedful.core.call.spread import CAUSAL
 from heedful.distributed import peers as module
+from heedful.distributed.layouts import zigzag
+from heedful.distributed.schedules import gathered
 
 # Stand-ins are no groups.
 peers: Any = module
@@ -123,3 +128,165 @@ def test_where_ranks_share_no_memory_it_is_said_and_asked_once(gpus, monkeypatch
             else:
                 patch.setattr(peers, "_HAS_SYMMETRIC", False)
             assert peers.peers_of(None, 0) == (None, words + gpus.backend)
+
+
+class Stream:
+    """Of a GPU: what it was told, in order."""
+
+    def __init__(self, name: Any):
+        self.name, self.log = name, []
+
+    def wait_event(self, event: Any) -> None:
+        self.log.append(("waits for", event))
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.log.append(("waits for", other))
+
+
+class Event:
+    def __init__(self):
+        self.of = []
+
+    def record(self, *stream: Any) -> None:
+        self.of.append(stream)
+
+    def wait(self) -> None:
+        self.of.append("waited for")
+
+
+@pytest.fixture
+def memory(monkeypatch) -> Any:
+    """Memory of a rank, and what it asks of torch; current: the stream that is."""
+    said = SimpleNamespace(meets=[], views=[], copies=[], is_captured=False)
+    said.current = Stream("current")
+    handle = SimpleNamespace(
+        barrier=lambda *given: said.meets.append(given),
+        get_buffer=lambda *given: said.views.append(given),
+    )
+
+    def empty(size: int, dtype: torch.dtype, device: torch.device) -> Any:
+        said.empty = size, dtype, device
+        return "memory"
+
+    def rendezvous(mine: Any, group: Any) -> Any:
+        said.met = mine, group
+        return handle
+
+    options = SimpleNamespace(_timeout=timedelta(seconds=1.5))
+    group: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
+    symmetric = SimpleNamespace(empty=empty, rendezvous=rendezvous)
+    monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", symmetric)
+    monkeypatch.setattr(torch.distributed, "_symmetric_memory", symmetric, raising=False)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: said.current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: said.is_captured)
+    monkeypatch.setattr(peers, "copy_on", lambda *given: said.copies.append(given))
+    said.group, said.peers = group, peers.Peers(group, HERE, 512)
+    return said
+
+
+def test_memory_is_bytes_of_the_size_that_all_ranks_of_the_group_have(memory):
+    assert memory.peers.size == 512 and memory.empty == (512, torch.uint8, HERE)
+    assert memory.met == ("memory", memory.group)
+    memory.peers.view(1, 24, (2, 3), torch.float32)
+    assert memory.views == [(1, [2, 3], torch.float32, 6)]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_on_another_stream_waits_for_the_one_before_and_ranks_meet(memory, again):
+    def begin(stream: Stream) -> None:
+        memory.current = stream
+        memory.peers.begin_again(stream) if again else memory.peers.begin()
+
+    first, second = Stream(1), Stream(2)
+    for stream in (first, first, second, second, first):
+        begin(stream)
+    # Ranks meet as long as a transfer of the group may take.
+    assert memory.meets == [(0, 1500)] * 5
+    assert first.log == [("waits for", second)] and second.log == [("waits for", first)]
+
+
+def test_a_step_that_is_captured_waits_for_no_other_stream(memory):
+    first, second, third = Stream(1), Stream(2), Stream(3)
+    for memory.current, memory.is_captured in ((first, False), (second, True), (third, False)):
+        memory.peers.begin()
+    assert (first.log, second.log) == ([], []) and third.log == [("waits for", first)]
+    assert len(memory.meets) == 3
+
+
+def test_ranks_meet_before_the_event_after_which_rows_are_there(memory):
+    event = memory.peers.ready(7)
+    assert memory.meets == [(7, 1500)] and event.of == [()]
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+def test_keys_and_gradients_are_copied_on_streams_of_their_own_after_an_event(memory, of_keys):
+    copies = memory.peers.pull([("a", "b"), ("c", "d")], "after", of_keys)
+    (stream, *_), _ = memory.copies
+    assert memory.copies == [(stream, "a", "b"), (stream, "c", "d")]
+    assert (stream is memory.peers.of_keys) == of_keys and stream.name == HERE
+    assert stream.log == [("waits for", "after")]
+    copies.wait()
+    assert copies._event.of == [(stream,), "waited for"]
+
+
+# Where rows of some heads lie in a rank's memory.
+LAYOUT = zigzag([1024], 2)
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_heads_lie_one_after_another_and_gradients_after_all_keys(rank):
+    """In elements: of each head as many rows as the rank with most has, up to whole tiles."""
+    asked: list[Any] = []
+    memory = SimpleNamespace(view=lambda *given: asked.append(given))
+    schedule = gathered(LAYOUT, CAUSAL, rank)
+    rooms = [-(-max(counts) // 128) * 128 for counts in (schedule.counts, schedule.back.counts)]
+    shared = peers.SharedRows(memory, schedule, 4, 10, torch.float16)
+    shared.keys(1, slice(1, 3))
+    shared.gradients(0, slice(3, 4))
+    (of, begin, shape, dtype), (of_back, after, shape_back, _) = asked
+    assert (of, of_back, dtype) == (1, 0, torch.float16)
+    assert begin == 1 * rooms[0] * 10 * 2 and shape == (schedule.counts[1], 2, 10)
+    assert after == 4 * rooms[0] * 10 * 2 + 3 * rooms[1] * 10 * 2
+    assert shape_back == (schedule.back.counts[0], 1, 10)
+    needed = peers.SharedRows.bytes_of(schedule, 4, 10, 2)
+    assert needed == sum(rooms) * 4 * 10 * 2
+    for counts, room in (((1, 128), 128), ((129, 5), 256), ((0, 0), 0)):
+        assert peers._room(counts) == room
+
+
+def test_rows_that_no_rank_needs_take_no_memory():
+    alone = gathered(zigzag([1024], 1), CAUSAL, 0)
+    assert peers.SharedRows.bytes_of(alone, 4, 10, 2) == 0
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_slots_say_where_each_own_row_lies_among_the_gathered(rank):
+    schedule = gathered(LAYOUT, CAUSAL, rank)
+    shared = peers.SharedRows(None, schedule, 1, 8, torch.float16)
+    slots = shared.slots(torch.device("cpu"))
+    assert slots.dtype == torch.int32 and shared.slots(torch.device("cpu")) is slots
+    first = min(rows.start for rows, _ in schedule.own)
+    wanted = {
+        row: place.start + row - rows.start
+        for rows, place in schedule.own
+        for row in range(rows.start, rows.stop)
+    }
+    assert len(slots) == max(wanted) + 1 - first
+    assert slots.tolist() == [wanted.get(row, -1) for row in range(first, max(wanted) + 1)]
+
+
+def test_rows_are_shared_where_all_that_is_needed_fits_and_that_is_found_once():
+    schedule = gathered(LAYOUT, CAUSAL, 0)
+    k, v = torch.zeros(512, 4, 8).half(), torch.zeros(512, 4, 24).half()
+    needed = peers.SharedRows.bytes_of(schedule, 4, 32, 2)
+    for size, fits in ((needed, True), (needed - 1, False)):
+        on = SimpleNamespace(schedule=schedule, kept={})
+        memory = SimpleNamespace(size=size)
+        found = peers.shared_rows(memory, on, k, v)
+        assert (found is not None) == fits and peers.shared_rows(memory, on, k, v) is found
+        assert len(on.kept) == 1
+        peers.shared_rows(memory, on, k.float(), v.float())
+        assert len(on.kept) == 2
+    assert peers.shared_rows(None, on, k, v) is None
