@@ -61,7 +61,7 @@ def asked(monkeypatch) -> Any:
 
     def gather(every, mine, group=None) -> None:
         for row, facts in zip(every, said.facts, strict=True):
-            row.copy_(mine if facts is None else torch.tensor(facts))
+            row.copy_(mine if facts is None else torch.tensor(facts, device="cpu"))
 
     monkeypatch.setattr(dist, "get_backend", lambda group=None: said.backend)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: len(said.facts) or 2)
@@ -138,9 +138,9 @@ def test_facts_that_differ_are_told_with_the_fewer_ranks(asked, facts, said):
     assert found.startswith("plan must get the " * bool(said) + said) and bool(found) == bool(said)
 
 
-def test_facts_of_63_bits_are_compared_whole(asked):
+def test_facts_of_63_bits_are_compared_whole_on_the_device_that_is_told(asked):
     asked.facts = [None, [2**62 + 1]]
-    with pytest.raises(ValueError, match="the same a on"):
+    with torch.device("meta"), pytest.raises(ValueError, match="the same a on"):
         exchange.agree(None, {"a": 2**62}, torch.device("cpu"))
 
 
@@ -173,12 +173,18 @@ def test_rows_are_wide_words_where_all_of_them_begin_and_end_at_8_bytes(x, is_wi
 
 @pytest.mark.parametrize("dims", [(8, 4), (8, 3), (2, 2), (4, 4)], ids=str)
 @pytest.mark.parametrize("is_view", [False, True], ids=["out", "a view of it"])
-def test_parts_lie_side_by_side_whatever_words_they_are(dims, is_view):
+def test_parts_lie_side_by_side_whatever_words_they_are(dims, is_view, monkeypatch):
+    """In wide words if all can be."""
+    real, taken = torch.cat, []
+    monkeypatch.setattr(
+        torch, "cat", lambda parts, **more: taken.append(parts[0].dtype) or real(parts, **more)
+    )
     parts = [torch.randn(5, 3, dim).half() for dim in dims]
     out = torch.zeros(5, 3, sum(dims), dtype=torch.float16)
     place = exchange.words_of(out) if is_view else out
     exchange.side_by_side(parts, place)
-    assert torch.equal(out, torch.cat(parts, -1))
+    assert taken == [torch.float16 if any(dim % 4 for dim in dims) else torch.int64]
+    assert torch.equal(out, real(parts, -1))
 
 
 @pytest.mark.parametrize("begin", [0, 1, 4])
