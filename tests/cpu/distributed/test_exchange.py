@@ -11,6 +11,8 @@ from torch import Tensor
 from heedful.distributed import exchange
 from heedful.distributed.exchange import Exchange, Transfer
 
+GROUP: Any = "a group"
+
 
 def copied_on_a_gpu(into: list[Tensor], rows: list[Tensor]) -> None:
     """`torch._foreach_copy_` as of CUDA: 16-bit floats go through float32, so that all NaNs become
@@ -60,6 +62,7 @@ def asked(monkeypatch) -> Any:
         return work
 
     def gather(every, mine, group=None) -> None:
+        assert group == "a group"
         for row, facts in zip(every, said.facts, strict=True):
             row.copy_(mine if facts is None else torch.tensor(facts, device="cpu"))
 
@@ -131,7 +134,7 @@ def test_of_one_rank_its_own_rows_arrive(monkeypatch):
 def test_facts_that_differ_are_told_with_the_fewer_ranks(asked, facts, said):
     asked.facts = facts
     try:
-        exchange.agree(None, {"a": 1, "b": 2}, torch.device("cpu"))
+        exchange.agree(GROUP, {"a": 1, "b": 2}, torch.device("cpu"))
         found = ""
     except ValueError as error:
         found = str(error)
@@ -141,7 +144,7 @@ def test_facts_that_differ_are_told_with_the_fewer_ranks(asked, facts, said):
 def test_facts_of_63_bits_are_compared_whole_on_the_device_that_is_told(asked):
     asked.facts = [None, [2**62 + 1]]
     with torch.device("meta"), pytest.raises(ValueError, match="the same a on"):
-        exchange.agree(None, {"a": 2**62}, torch.device("cpu"))
+        exchange.agree(GROUP, {"a": 2**62}, torch.device("cpu"))
 
 
 WIDE = torch.zeros(4, 6, 8, dtype=torch.float16)

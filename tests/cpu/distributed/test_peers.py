@@ -1,6 +1,7 @@
 """Which ranks read each other's memory, why others cannot, and how much memory there is. The other
 ranks and the GPUs are stand-ins."""
 
+import math
 import sys
 from datetime import timedelta
 from types import SimpleNamespace
@@ -13,12 +14,13 @@ import torch.distributed as dist
 from heedful.core.call.spread import CAUSAL
 from heedful.distributed import peers as module
 from heedful.distributed.layouts import zigzag
-from heedful.distributed.schedules import gathered
+from heedful.distributed.schedules import crossing, gathered, rows_of
 
 # Stand-ins are no groups.
 peers: Any = module
 MIB = 2**20
 HERE = torch.device("cpu", 0)
+GROUP: Any = "a group"
 
 
 @pytest.fixture
@@ -27,10 +29,12 @@ def others(monkeypatch):
     said = SimpleNamespace(facts=[1, 2], reductions=[], reaches=True, seen=2, asked=[])
 
     def gather(into, mine, group=None):
+        assert group is GROUP
         for tensor, facts in zip(into, (mine.tolist(), said.facts), strict=True):
             tensor.copy_(torch.tensor(facts))
 
     def reduce(told, op, group=None):
+        assert group is GROUP
         other = said.reductions.pop(0)(told)
         join = torch.maximum if op == dist.ReduceOp.MAX else torch.minimum
         told.copy_(join(told, other))
@@ -39,7 +43,7 @@ def others(monkeypatch):
         said.asked.append((one, other))
         return said.reaches
 
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(dist, "get_world_size", {GROUP: 2}.get)
     monkeypatch.setattr(dist, "all_gather", gather)
     monkeypatch.setattr(dist, "all_reduce", reduce)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: said.seen)
@@ -51,7 +55,7 @@ def test_ranks_are_on_one_host_where_their_names_of_it_are_the_same(others):
     step = torch.tensor([1, -1])
     for other, is_same in ((0, True), (step, False), (-step, False)):
         others.reductions = [lambda told, other=other: told + other]
-        assert peers._is_one_host(dist.group.WORLD, HERE) is is_same
+        assert peers._is_one_host(GROUP, HERE) is is_same
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,7 @@ def test_ranks_say_why_they_cannot_read_each_others_memory(others, change, why):
     reached = torch.tensor(int(change.get("other reaches", True)))
     others.reductions = [of_host, lambda told: reached]
     vars(others).update({name: value for name, value in change.items() if " " not in name})
-    assert peers._why_not(dist.group.WORLD, HERE) == why
+    assert peers._why_not(GROUP, HERE) == why
     assert set(others.asked) <= {(0, 1)}
     assert others.asked or why not in ("", "a GPU cannot read the memory of another")
 
@@ -261,20 +265,95 @@ def test_rows_that_no_rank_needs_take_no_memory():
     assert peers.SharedRows.bytes_of(alone, 4, 10, 2) == 0
 
 
-@pytest.mark.parametrize("rank", range(2))
-def test_slots_say_where_each_own_row_lies_among_the_gathered(rank):
-    schedule = gathered(LAYOUT, CAUSAL, rank)
+def test_slots_say_where_each_own_row_lies_among_the_gathered():
+    own = (slice(12, 14), slice(3, 5)), (slice(5, 8), slice(0, 3)), (slice(9, 10), slice(7, 8))
+    schedule: Any = SimpleNamespace(own=own, counts=(9,))
     shared = peers.SharedRows(None, schedule, 1, 8, torch.float16)
     slots = shared.slots(torch.device("cpu"))
+    assert slots.tolist() == [0, 1, 2, -1, 7, -1, -1, 3, 4]
     assert slots.dtype == torch.int32 and shared.slots(torch.device("cpu")) is slots
-    first = min(rows.start for rows, _ in schedule.own)
-    wanted = {
-        row: place.start + row - rows.start
-        for rows, place in schedule.own
-        for row in range(rows.start, rows.stop)
-    }
-    assert len(slots) == max(wanted) + 1 - first
-    assert slots.tolist() == [wanted.get(row, -1) for row in range(first, max(wanted) + 1)]
+
+
+class Memory:
+    """Of all ranks, in this process."""
+
+    def __init__(self, ranks: int, size: int):
+        self.size = size
+        self.ranks = [torch.zeros(size, dtype=torch.uint8) for _ in range(ranks)]
+
+    def view(self, rank: int, begin: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        size = math.prod(shape) * dtype.itemsize
+        return self.ranks[rank][begin : begin + size].view(dtype).view(*shape)
+
+
+RANKS, DIMS = 3, (3, 5)
+
+
+@pytest.mark.parametrize("heads", [slice(0, 2), slice(1, 2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_ranks_pack_and_copy_are_the_rows_that_each_of_them_needs(heads, dtype):
+    """Rows are numbered as in the batch. float64 is a wide word."""
+    layout, count = zigzag([1900, 300], RANKS), 2
+    schedules = [gathered(layout, CAUSAL, rank) for rank in range(RANKS)]
+    memory: Any = Memory(RANKS, 1 << 20)
+    parts = []
+    for rank, schedule in enumerate(schedules):
+        shared = peers.SharedRows(memory, schedule, count, sum(DIMS), dtype)
+        part = shared.part(rank, heads)
+        assert shared.part(rank, heads) is part
+        rows = torch.from_numpy(rows_of(layout, rank)).to(dtype)[:, None, None]
+        k, v = (rows.expand(-1, count, dim).clone() for dim in DIMS)
+        v += 0.5
+        part.pack(k, v)
+        parts.append(part)
+    for rank, (schedule, part) in enumerate(zip(schedules, parts, strict=True)):
+        for into, theirs in part.keys:
+            into.copy_(theirs)
+        runs = crossing(layout, CAUSAL).needed[rank]
+        wanted = torch.cat([torch.arange(*run) for run in runs]).to(dtype)
+        assert part.rows.shape == (schedule.counts[rank], heads.stop - heads.start, sum(DIMS))
+        k, v = part.of(slice(0, len(wanted)), DIMS)
+        assert (k == wanted[:, None, None]).all() and (v == wanted[:, None, None] + 0.5).all()
+        assert k.shape[-1] == DIMS[0] and part.of(slice(0, len(wanted)), DIMS)[0] is k
+        later, _ = part.of(slice(2, 5), DIMS)
+        assert (later == wanted[2:5, None, None]).all()
+
+
+def owner_of(memory: Any, rows: torch.Tensor) -> int:
+    """The rank in whose memory a view lies."""
+    (found,) = (
+        rank
+        for rank, every in enumerate(memory.ranks)
+        if rows.untyped_storage().data_ptr() == every.untyped_storage().data_ptr()
+    )
+    return found
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_copies_begin_with_the_next_rank_and_gradients_are_those_of_own_rows(rank):
+    layout, heads = zigzag([1900, 300], RANKS), slice(0, 2)
+    schedule = gathered(layout, CAUSAL, rank)
+    memory: Any = Memory(RANKS, 1 << 20)
+    shared = peers.SharedRows(memory, schedule, 2, sum(DIMS), torch.float32)
+    for other in range(RANKS):
+        of_rank = shared.gradients(other, heads)
+        of_rank.copy_(torch.arange(len(of_rank))[:, None, None] + 10_000.0 * other)
+    part = shared.part(rank, heads)
+    order = [other for other in ((rank + 1) % RANKS, (rank + 2) % RANKS)]
+    for pairs in (part.keys, part.taken):
+        owners = [owner_of(memory, theirs) for _, theirs in pairs]
+        later = [other for other in (*range(rank + 1, RANKS), *range(rank)) if other in owners]
+        assert owners == sorted(owners, key=later.index) and {*owners} <= {*order}
+    found = torch.full((schedule.back.parts,), torch.nan)
+    for place, theirs in part.taken:
+        found[place] = theirs[:, 0, 0]
+    for other in order:
+        for into, there in zip(
+            schedule.back.received[other], schedule.back.there[other], strict=True
+        ):
+            wanted = torch.arange(there.start, there.stop) + 10_000.0 * other
+            assert torch.equal(found[into], wanted)
+    assert not found.isnan().any()
 
 
 def test_rows_are_shared_where_all_that_is_needed_fits_and_that_is_found_once():
