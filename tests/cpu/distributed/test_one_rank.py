@@ -3,6 +3,7 @@
 
 import inspect
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from torch._subclasses import FakeTensorMode
 
 from heedful import distributed, flash_attn_func, flash_attn_varlen_func
 from heedful.core.call.spread import CAUSAL
-from heedful.distributed import ContextPlan, decode, traced
+from heedful.distributed import ContextPlan, decode, gather, traced
 from heedful.distributed.attention import _REFUSED
-from heedful.distributed.layouts import zigzag
+from heedful.distributed.layouts import LAYOUTS, zigzag
 
 # Their positional arguments come as lists.
 attention: Any = distributed.attention
@@ -167,6 +168,175 @@ def test_every_argument_of_a_packed_call_is_taken_or_refused():
     left = {name for name in theirs - known if not name.startswith(by_plan)}
     # Other names of a sink, and what comes with results.
     assert left == {"learnable_sink", "s_aux", "return_attn_probs", "rel_bias", "return_max_logits"}
+
+
+def two_ranks(lengths: Any, layout: str = "contiguous") -> ContextPlan:
+    """The plan of the first of two ranks or of three."""
+    count = 3 if len({*lengths}) == 1 else 2
+    made = LAYOUTS[layout](lengths, count, CAUSAL)
+    return ContextPlan(None, made, "gather", (HEADS, HEADS_K), CAUSAL, ())
+
+
+def of_shape(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
+PLAIN = {"q": (TOKENS, HEADS, DIM), "k": (TOKENS, HEADS_K, DIM), "v": (TOKENS, HEADS_K, DIM)}
+BATCH = {"q": (2, 128, HEADS, DIM), "k": (2, 128, HEADS_K, DIM), "v": (2, 128, HEADS_K, DIM)}
+# Changes of a call, its error, and what that says.
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no plan": ({"plan": 3}, TypeError, "plan must be a ContextPlan, got int"),
+    "rows": (
+        {"k": of_shape(102, HEADS_K, DIM)},
+        ValueError,
+        "k must be (103, 2, head_dim), the plan's tokens and heads on rank 0, got (102, 2, 16)",
+    ),
+    "heads": (
+        {"q": of_shape(TOKENS, 3, DIM)},
+        ValueError,
+        "q must be (103, 4, head_dim), the plan's tokens and heads on rank 0, got (103, 3, 16)",
+    ),
+    "dims": (
+        {"v": of_shape(TOKENS, HEADS_K)},
+        ValueError,
+        "v must be (103, 2, head_dim), the plan's tokens and heads on rank 0, got (103, 2)",
+    ),
+    "dtype": (
+        {"k": of_shape(TOKENS, HEADS_K, DIM, dtype=torch.float16)},
+        ValueError,
+        "k must be torch.float32 on cpu, as q, got torch.float16 on cpu",
+    ),
+    "device": (
+        {"v": of_shape(TOKENS, HEADS_K, DIM).to("meta")},
+        ValueError,
+        "v must be torch.float32 on cpu, as q, got torch.float32 on meta",
+    ),
+    "sink": ({"sink": torch.zeros(2)}, ValueError, "sink must be (4,), got (2,)"),
+    "slopes": (
+        {"alibi_slopes": torch.zeros(1, 4)},
+        ValueError,
+        "alibi_slopes must be (4,), got (1, 4)",
+    ),
+    "seed": (
+        {"dropout_p": 0.1, "dropout_seed": True},
+        ValueError,
+        "dropout_seed must be an int, the same on every rank, where dropout_p > 0",
+    ),
+    "ranges": (
+        {"key_ranges": torch.zeros(TOKENS, 3, dtype=torch.int32)},
+        ValueError,
+        "key_ranges must be (103, 2 or 4), the plan's tokens on rank 0, got (103, 3)",
+    ),
+    "ranges of long": (
+        {"key_ranges": torch.zeros(TOKENS, 4, dtype=torch.int64)},
+        ValueError,
+        "key_ranges must be int32 on cpu, got torch.int64 on cpu",
+    ),
+    "ranges elsewhere": (
+        {"key_ranges": torch.zeros(TOKENS, 4, dtype=torch.int32, device="meta")},
+        ValueError,
+        "key_ranges must be int32 on cpu, got torch.int32 on meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_told_with_what_they_must_be(name):
+    changes, error, said = WRONG[name]
+    given: Any = {each: torch.zeros(shape) for each, shape in PLAIN.items()}
+    with pytest.raises(error) as caught:
+        attention(**{**given, "plan": planned("gather"), **changes})
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    ("lengths", "changes", "said"),
+    [
+        (
+            (256, 128),
+            {},
+            "q must be (plan.tokens, heads_q, head_dim), got (2, 128, 4, 16): a batch",
+        ),
+        (
+            (256,) * 3,
+            {},
+            "q must be (plan.tokens, heads_q, head_dim), got (2, 128, 4, 16): a batch",
+        ),
+        ((256,) * 2, {}, "q must be packed: this rank holds [128, 0] tokens of the documents"),
+    ],
+    ids=str,
+)
+def test_a_batch_that_ranks_do_not_share_evenly_is_refused(lengths, changes, said):
+    given = {each: torch.zeros(shape) for each, shape in BATCH.items()}
+    with pytest.raises(ValueError) as caught:
+        attention(**{**given, **changes}, plan=two_ranks(lengths))
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("k", (2, 40, 2)), ("v", (2, 39, 2, 16)), ("k", (1, 40, 2, 16))]
+)
+def test_keys_of_another_batch_are_refused(name, shape):
+    given: Any = {each: torch.zeros(2, 40, *size[2:]) for each, size in BATCH.items()}
+    given[name] = torch.zeros(shape)
+    with pytest.raises(ValueError) as caught:
+        attention(**given, plan=planned("gather", (40, 40)))
+    assert str(caught.value) == f"{name} must be (2, 40, heads_k, ...), as q, got {shape}"
+
+
+# Parts of steps.
+
+
+def test_heads_are_grouped_as_sizes_say_with_their_query_heads():
+    assert gather._groups([1, 3], (8, 4)) == [
+        gather.Group(slice(0, 1), slice(0, 2)),
+        gather.Group(slice(1, 4), slice(2, 8)),
+    ]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_groups_are_those_of_a_replay_where_a_transfer_costs_the_host_little(
+    captured, is_shared, monkeypatch
+):
+    asked: list[Any] = []
+    on: Any = SimpleNamespace(schedule="its schedule", kept={})
+
+    def sizes(*given: Any) -> Any:
+        asked.append(given)
+        return [1, 1], False
+
+    monkeypatch.setattr(gather.cost, "head_groups", sizes)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    q: Any = SimpleNamespace(shape=(9, 4, 16), device=torch.device("cuda:0"))
+    k: Any = SimpleNamespace(shape=(9, 2, 16), itemsize=2)
+    v: Any = SimpleNamespace(shape=(9, 2, 24))
+    for backward in (False, True, True):
+        found = gather.groups(q, k, v, on, backward, is_shared)  # pyright: ignore
+        assert found == (gather._groups([1, 1], (4, 2)), False)
+    replayed = captured or is_shared
+    facts = "its schedule", (4, 2), (16, 24), 2
+    assert asked == [(*facts, False, replayed), (*facts, True, replayed)]
+
+
+def test_on_a_cpu_all_heads_are_one_group():
+    q, k, v, _ = rows(TOKENS)
+    found = gather.groups(q, k, v, SimpleNamespace(), False, False)  # pyright: ignore
+    assert found == ([gather.Group(slice(0, 2), slice(0, 4))], True)
+
+
+@pytest.mark.parametrize(
+    ("count", "is_local"), [(0, False), (0, True), (1, False), (1, True), (2, False)]
+)
+def test_sums_of_parts_are_rounded_once_and_of_none_are_zeros(count, is_local):
+    """bfloat16 has 8 bits: 256 + 1 is rounded, and so is the half of it."""
+    totals = torch.full((3, 2), 256.0).bfloat16(), torch.full((3, 2), 256.0).bfloat16()
+    parts = [[torch.full((3, 2), n + 1.0), torch.full((3, 2), n + 3.0)] for n in range(count)]
+    parts = parts if is_local else [[x.bfloat16() for x in part] for part in parts]
+    gather._add(totals, parts, is_local)
+    for place, total in enumerate(totals):
+        wanted = sum(n + 1.0 + 2 * place for n in range(count)) + 256.0 * is_local
+        assert torch.equal(total, torch.full((3, 2), wanted).bfloat16())
 
 
 # The operator of compiled code.
