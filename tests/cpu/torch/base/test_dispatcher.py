@@ -104,6 +104,11 @@ def test_each_of_q_k_and_v_may_need_the_dispatcher(place):
     assert not needs(plain()) and not needs(Parameter(plain()))
     assert needs(plain().as_subclass(Wrapped)) and needs([1.0])
     assert not needs_dispatcher(*(Parameter(plain()) for _ in range(3)))
+    # And all but one of them, or all.
+    wrapped = [plain().as_subclass(Wrapped) for _ in range(3)]
+    assert needs_dispatcher(*wrapped)
+    wrapped[place] = plain()
+    assert needs_dispatcher(*wrapped)
 
 
 def test_tensors_of_no_device_need_the_dispatcher():
@@ -179,7 +184,7 @@ def test_what_was_one_tensor_is_one_again_and_others_are_none():
     alike = same_metadata([x, z, x, y, x])
     a, b, c = plain(), plain(), plain(4)
     assert alike(a, c, a, b, a)
-    assert not alike(a, c, b, b, a) and not alike(a, c, a, b, b)
+    assert alike(a, c, b, b, a) is False and alike(a, c, a, b, b) is False
     assert not alike(a, plain(5), a, b, a) and not alike(a, c, a, plain(3, 3), a)
     every = same_metadata([x, x])
     assert every(a, a) and not every(a, b) and not every(c, c)
@@ -219,6 +224,10 @@ def test_tensors_that_were_dense_are_dense_where_their_sizes_are_free():
     assert likeness.addresses([None, plain(4, 4), strided(4, 4)])
     assert likeness.addresses([None, plain(4, 4), plain(4, 4)])
     assert likeness.addresses([None, strided(4, 4), gaps]) is None
+    kinds = [SimpleNamespace(moving=1, dense=True)] * 2
+    likeness = Likeness([x, x + 1], kinds)
+    assert likeness.addresses([plain(4, 4), plain(4, 4)])
+    assert likeness.addresses([plain(4, 4), strided(4, 4)]) is None
 
 
 # Functions of autograd.
