@@ -210,7 +210,7 @@ def test_what_torch_records_has_the_bits_and_gradients_of_the_backend(case):
 
 @pytest.mark.parametrize("spoilt", ["far", "hidden NaN", "seen NaN", "zeros", ""])
 def test_rows_that_torchs_gradients_are_not_exact_for_are_not_recorded(spoilt):
-    """Of fewer keys than a vector, a row of zeros may be one of NaN; with more it is none."""
+    """With fewer keys than a vector a row of zeros may be one of NaN; with more it is none."""
     built = build(replace(LEARNT, seqlen_k=3))
     x = leaves(built)
     with torch.no_grad():

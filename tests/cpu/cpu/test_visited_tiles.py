@@ -192,7 +192,7 @@ def listed(batch: int, heads: int, seed: int) -> tuple[Any, torch.Tensor, torch.
     bits = torch.randint(-(2**31), 2**31, (3, SIDE, 1), generator=drawn).int()
     unpacked = (bits[..., None] >> torch.arange(32) & 1).flatten(-2).bool()
     lists = torch.zeros(batch, heads, ROW_TILES, 2 + 2 * KEY_TILES, dtype=torch.int32)
-    # What is not in use points to tiles all the same.
+    # Entries that are not in use point to tiles all the same.
     lists[..., 2::2] = torch.randint(0, KEY_TILES, (KEY_TILES,), generator=drawn).int()
     seen = torch.zeros(batch, heads, ROW_TILES, SIDE, KEY_TILES, SIDE, dtype=torch.bool)
     has = torch.zeros(batch, heads, ROW_TILES, KEY_TILES, dtype=torch.bool)

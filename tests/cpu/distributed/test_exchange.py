@@ -47,7 +47,7 @@ def test_a_transfer_has_a_head_start_on_gpus_alone(monkeypatch):
 
 @pytest.fixture
 def asked(monkeypatch) -> Any:
-    """What rank 0 of two asks of torch; the other sends what it is told in `come`."""
+    """The calls of torch that rank 0 of two makes; the other sends `come`."""
     said = SimpleNamespace(backend="gloo", lists=[], single=[], waits=0, come=None, facts=[])
     work = SimpleNamespace(wait=lambda: setattr(said, "waits", said.waits + 1))
 

@@ -16,7 +16,7 @@ from heedful.distributed.layouts import LAYOUTS, Layout, documents
 PIECES: dict[tuple[str, tuple[int, ...], int], list[list[tuple[int, int, int]]]] = {
     # The later chunk of a document that is cut comes first; neighbouring chunks are one piece.
     ("zigzag", (1024,), 2): [[(0, 768, 1024), (0, 0, 256)], [(0, 256, 768)]],
-    # Of two tiles in four chunks the second and the last have one.
+    # Two tiles lie in the second and the last of four chunks.
     ("zigzag", (200,), 2): [[(0, 128, 200)], [(0, 0, 128)]],
     ("zigzag", (100,), 2): [[(0, 0, 100)], []],
     ("zigzag", (0, 100), 1): [[(1, 0, 100)]],

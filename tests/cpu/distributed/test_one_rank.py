@@ -29,7 +29,7 @@ TOKENS = sum(LENGTHS)
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch) -> None:
-    """Of a group of one."""
+    """The only rank of its group."""
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 1)
     monkeypatch.setattr(dist, "get_backend", lambda group=None: "gloo")
@@ -361,7 +361,7 @@ def test_the_operator_computes_what_the_call_does(strategy, shape):
 
     found, wanted = (results(each, dout, given, {"sink": sink}) for each in (operator, call))
     assert all(same(found, wanted))
-    # Of lse alone there is a gradient, too.
+    # There is a gradient of lse alone, too.
     grads = []
     for each in (operator, call):
         _, lse = each(given, {"sink": sink})

@@ -135,7 +135,7 @@ def test_where_ranks_share_no_memory_it_is_said_and_asked_once(gpus, monkeypatch
 
 
 class Stream:
-    """Of a GPU: what it was told, in order."""
+    """A GPU's: it notes what it is told, in order."""
 
     def __init__(self, name: Any):
         self.name, self.log = name, []
@@ -275,7 +275,7 @@ def test_slots_say_where_each_own_row_lies_among_the_gathered():
 
 
 class Memory:
-    """Of all ranks, in this process."""
+    """That of all ranks, in this process."""
 
     def __init__(self, ranks: int, size: int):
         self.size = size

@@ -1,5 +1,5 @@
-"""What a plan decides, compares between ranks and says, on a rank whose others are not there; and
-schedules, as golden_schedules.txt has them. After a change that is meant:
+"""A plan decides, compares between ranks and says things: here on a rank whose others are not there.
+Schedules are those of golden_schedules.txt. After a change that is meant:
 
     WRITE_GOLDEN_SCHEDULES=1 pytest tests/cpu/distributed/test_plan_facts.py
 """
@@ -133,7 +133,7 @@ def test_a_plan_of_gather_says_how_rows_move_and_has_memory_for_them(
     name = "documents" if len(given["lengths"]) > 1 else "zigzag"
     assert layout.startswith(f"layout {name}: ")
     assert strategy == f"strategy {made.strategy}: {said[0]}"
-    # Of 512 causal tokens rank 0, with tiles 0 and 3, gets two others.
+    # Rank 0 has tiles 0 and 3 of 512 causal tokens, and gets the two others.
     rows = 256 if given["lengths"] == [512] else 0
     mib = rows * 2 * (8 + 24) * 2 / 2**20
     assert most == f"gather: a rank receives at most {mib:.1f} MiB of keys and values"
@@ -262,7 +262,7 @@ def test_a_plan_knows_its_ranks_rows(alone, rank):
         made.shard(torch.zeros(956, 3), 1)
     labels = [-5 if row in (699, 955) else row + 1 for row in rows]
     assert made.shift_labels(every, -5).tolist() == labels
-    # Of 956 tokens two are the last of a document.
+    # Two of 956 tokens are the last of a document.
     held = sum(row not in (699, 955) for row in rows)
     assert made.loss_scale == held * 3 / 954
     order = made.order(CPU)
@@ -339,7 +339,7 @@ def same(found: Tensor, lengths: Any) -> bool:
 
 @pytest.mark.parametrize("rank", range(2))
 def test_calls_and_parts_have_the_starts_of_their_own_sequences(alone, rank):
-    """Of queries and of keys, which differ: a chunk sees the keys before it."""
+    """Those of queries and of keys differ: a chunk sees the keys before it."""
     alone.rank = rank
     made = planned(lengths=[900, 1300], layout="zigzag", strategy="gather", transport="send")
     on = made.schedule(CAUSAL, False, CPU)

@@ -89,7 +89,7 @@ def test_a_gpu_of_the_parent_is_refused_in_a_child_and_nothing_else(monkeypatch,
 
 @pytest.fixture
 def figures(monkeypatch) -> Any:
-    """What torch says of a GPU."""
+    """The figures that torch has of a GPU."""
     said = SimpleNamespace(
         name="a GPU",
         major=9,
@@ -102,7 +102,8 @@ def figures(monkeypatch) -> Any:
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: said)
     monkeypatch.setattr(torch.version, "hip", None)
-    device.device_spec.cache_clear()
+    for kept in (device.device_spec, device._versions):
+        kept.cache_clear()
     yield said
     device.device_spec.cache_clear()
 

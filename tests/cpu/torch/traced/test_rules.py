@@ -1,5 +1,5 @@
-"""What operators tell torch's dispatcher, rule by rule: how mapped dims, shards and gradients go
-through them."""
+"""Operators tell torch's dispatcher, rule by rule, how mapped dims, shards and gradients go through
+them."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +18,13 @@ from heedful.torch.traced import autograd_rules, library, private, sharded
 from support.runs import api
 from support.runs.mesh import on_each_rank, shard
 
-# What is passed here is more than the signatures say.
+# Calls here pass more than the signatures say.
 heedful: Any = typed
 OPS: Any = torch.ops.heedful
 
 
 def stacked(call: Any, given: Any, dims: Any, count: int) -> tuple[Tensor, ...]:
-    """Of each element on its own."""
+    """The results of each element on its own."""
     rows = []
     for index in range(count):
         each = [
