@@ -44,7 +44,8 @@ def forward(problem: AttentionProblem, x: Operands, out: torch.Tensor | None = N
     passed.
     """
     if x.seqused_k is not None:
-        return _single_queries(problem, x, out)
+        by = _single_queries if problem.batch else tiled_forward.forward
+        return by(problem, x, out)
     q, k, v = (a.transpose(1, 2) for a in (x.q, x.k, x.v))
     lse = None
     if problem.needs_grad or problem.return_lse:
@@ -128,8 +129,6 @@ def _single_queries(problem: AttentionProblem, x: Operands, out: torch.Tensor | 
     else:
         for b in range(problem.batch):
             attend(None, b)
-    if not made:
-        return tiled_forward.forward(problem, x, out)
     results, lses = zip(*made, strict=True)
     result, lse = torch.cat(results), None
     if min(lengths) < VECTORS and not result[..., 0].all():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from heedful import cpu
+from heedful import cpu, explain, flash_attn_with_kvcache
 from heedful.core.base.device import by_name
 from heedful.core.call.operands import Operands
 from heedful.core.call.problem import AttentionProblem
@@ -177,3 +177,105 @@ def test_gradients_of_scores_far_from_0_are_those_of_the_tiled_backend():
 def test_the_planner_refuses_it_where_it_would_compute_something_else(case):
     with pytest.raises(ValueError, match="backend='sdpa' cannot run"):
         plan(build(case).problem, by_name("CPU"), backend="sdpa")
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", ""])
+def test_calls_are_recorded_by_torch_where_all_rows_are_contiguous(name):
+    built = build(LEARNT)
+    x = built.x
+    if name:
+        turned = getattr(x, name).transpose(1, 3).contiguous().transpose(1, 3)
+        x = x._replace(**{name: turned})
+    assert sdpa.records(built.problem, x) == (not name)
+
+
+def leaves(built) -> Operands:
+    x = built.x
+    return x._replace(**{name: getattr(x, name).clone().requires_grad_() for name in "qkv"})
+
+
+@pytest.mark.parametrize("case", WITH_GRADIENTS[:4], ids=str)
+def test_what_torch_records_has_the_bits_and_gradients_of_the_backend(case):
+    built = build(case)
+    x = leaves(built)
+    out = sdpa.recorded(built.problem, x)
+    want, lse, _ = sdpa.forward(built.problem, built.x)
+    assert out is not None and lse is not None and torch.equal(out, want)
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, x[:3], dout)
+    wanted = sdpa.backward(built.problem, built.x, want, lse, dout)[:3]
+    for mine, theirs in zip(grads, wanted, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("spoilt", ["far", "hidden NaN", "seen NaN", "zeros", ""])
+def test_rows_that_torchs_gradients_are_not_exact_for_are_not_recorded(spoilt):
+    """With fewer keys than a vector a row of zeros may be one of NaN; with more it is none."""
+    built = build(replace(LEARNT, seqlen_k=3))
+    x = leaves(built)
+    with torch.no_grad():
+        if spoilt == "far":
+            x.q.fill_(3000.0)
+            x.k.fill_(3000.0)
+        if spoilt.endswith("NaN"):
+            x.q[0, 0, 0] = torch.nan
+        if spoilt == "seen NaN":
+            x.k[:, 1:] = torch.nan
+        if spoilt == "zeros":
+            x.v.zero_()
+    out = sdpa.recorded(built.problem, x)
+    assert (out is None) == (spoilt not in ("zeros", ""))
+
+
+def singles(**more) -> tuple[AttentionProblem, Operands]:
+    built = build(replace(SINGLE, **more))
+    return built.problem, built.x
+
+
+@pytest.mark.parametrize("rows", [20, 40])
+def test_a_step_of_no_sequence_has_results_of_none(rows):
+    q, cache = torch.zeros(0, 1, 4, 16), torch.zeros(0, rows, 2, 16)[:, :20]
+    lengths = torch.zeros(0, dtype=torch.int32)
+    out, lse = flash_attn_with_kvcache(
+        q, cache, cache, cache_seqlens=lengths, return_softmax_lse=True
+    )
+    assert out.shape == q.shape and lse.shape == (0, 4, 1)
+    assert "forward   sdpa" in explain(
+        flash_attn_with_kvcache, q, cache, cache, cache_seqlens=lengths
+    )
+
+
+@pytest.mark.parametrize("short", [1, sdpa.VECTORS - 1, sdpa.VECTORS])
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_a_single_query_of_nan_is_nan_however_few_keys_it_has(name, short):
+    problem, x = singles(batch=3, lens_k=(short, 300, 0))
+    getattr(x, name)[0] = torch.nan
+    given = torch.zeros_like(x.q)
+    for out in (None, given):
+        found, _, _ = sdpa.forward(problem, x, out)
+        assert found[0].isnan().all() and not found[1:].isnan().any()
+        assert not found[2].any() and (out is None or found is out)
+
+
+def test_single_queries_ask_for_another_opinion_only_of_short_sequences(monkeypatch):
+    """Rows of zeros may be rows of NaN, if they have fewer keys than a vector."""
+    asked = []
+    monkeypatch.setattr(sdpa, "_has_nan", lambda q, k: asked.append(k.shape[2]))
+    problem, x = singles(batch=4, lens_k=(5, 300, 0, sdpa.VECTORS))
+    sdpa.forward(problem, x)
+    assert not asked
+    sdpa.forward(problem, x._replace(v=torch.zeros_like(x.v)))
+    assert asked == [5]
+
+
+@pytest.mark.parametrize("layout", ["one piece", "gaps", "one sequence"])
+def test_used_rows_are_views_of_the_first_of_each_sequence(layout):
+    batch = 1 if layout == "one sequence" else 3
+    memory = torch.randn(batch, 20, 2, 4)
+    cache = memory[:, :16] if layout == "gaps" else memory
+    lengths = [5, 0, 16][:batch]
+    found = sdpa._used_rows(cache, lengths)
+    assert len(found) == batch
+    for b, (rows, length) in enumerate(zip(found, lengths, strict=True)):
+        assert torch.equal(rows, cache[b : b + 1, :length].transpose(1, 2))
+        assert rows.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()

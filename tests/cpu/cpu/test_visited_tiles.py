@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from heedful.core.call.mask import MaskSpec
-from heedful.cpu import blocks, tiled_backward, tiled_forward
+from heedful.cpu import block_lists, blocks, tiled_backward, tiled_forward
 from heedful.cpu.blocks import KEYS, ROWS, UNIT, Block
 from heedful.cpu.scores import Tiles
 from support.problems.cases import Case, build
@@ -175,3 +177,78 @@ def test_a_group_is_folded_into_the_rows_of_a_tile():
         tiles = list(blocks.query_tiles(block))
         assert [row for tile in tiles for row in tile] == list(range(700))
         assert {len(tile) for tile in tiles[:-1]} <= {rows}
+
+
+# Masks as lists of tiles.
+
+SIDE, ROW_TILES, KEY_TILES = 32, 3, 4
+HEADS, HEADS_K = 4, 2
+
+
+def listed(batch: int, heads: int, seed: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Lists and bits that are drawn; which keys each query sees, (batch, heads, queries, keys); and
+    which tiles are listed. A tile is seen whole, in part, or not at all."""
+    drawn = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(2**31), 2**31, (3, SIDE, 1), generator=drawn).int()
+    unpacked = (bits[..., None] >> torch.arange(32) & 1).flatten(-2).bool()
+    lists = torch.zeros(batch, heads, ROW_TILES, 2 + 2 * KEY_TILES, dtype=torch.int32)
+    # Entries that are not in use point to tiles all the same.
+    lists[..., 2::2] = torch.randint(0, KEY_TILES, (KEY_TILES,), generator=drawn).int()
+    seen = torch.zeros(batch, heads, ROW_TILES, SIDE, KEY_TILES, SIDE, dtype=torch.bool)
+    has = torch.zeros(batch, heads, ROW_TILES, KEY_TILES, dtype=torch.bool)
+    for place in product(range(batch), range(heads), range(ROW_TILES)):
+        count = int(torch.randint(0, KEY_TILES, (), generator=drawn))
+        tiles = torch.randperm(KEY_TILES, generator=drawn)[:count].tolist()
+        indices = torch.randint(-1, 3, (count,), generator=drawn).tolist()
+        whole = sum(index == -1 for index in indices)
+        lists[place][:2] = torch.tensor([whole, count - whole])
+        for number, (tile, index) in enumerate(zip(tiles, indices, strict=True)):
+            lists[place][2 + 2 * number : 4 + 2 * number] = torch.tensor([tile, index])
+            b, h, row = place
+            seen[b, h, row, :, tile] = True if index == -1 else unpacked[index]
+            has[b, h, row, tile] = True
+    keys = torch.zeros(batch, heads, KEY_TILES, 2)
+    made = SimpleNamespace(block_rows=lists, block_keys=keys, block_bits=bits)
+    return made, seen.flatten(4).flatten(2, 3), has
+
+
+WINDOWS = [(0, 96, 0, 128), (0, 32, 0, 32), (32, 64, 64, 96), (40, 50, 70, 71), (20, 70, 33, 97)]
+WINDOWS += [(95, 96, 127, 128), (64, 96, 0, 31), (0, 1, 32, 128)]
+
+
+@pytest.mark.parametrize("repeated", ["", "batch", "heads", "both"])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_tiles_of_lists_show_the_keys_of_their_bits_and_no_others(window, repeated):
+    begin, end, first, last = window
+    rows, cols = range(begin, end), range(first, last)
+    batch = 1 if repeated in ("batch", "both") else 3
+    heads = 1 if repeated in ("heads", "both") else HEADS
+    x, seen, has = listed(batch, heads, seed=7)
+    x.block_rows = x.block_rows.expand(3, HEADS, -1, -1)
+    # Two sequences, and the query heads of the last KV head.
+    batches = range(1, 3) if batch > 1 else range(1)
+    of_heads = range(2, 4) if heads > 1 else range(1)
+    block: Any = SimpleNamespace(
+        x=x, batches=range(1, 3), query_heads=range(2, 4), kv_heads=range(1, 2)
+    )
+    found = block_lists.shown(block, rows, cols)
+    wanted = seen[batches.start : batches.stop, of_heads.start : of_heads.stop]
+    wanted = wanted[..., begin:end, first:last]
+    assert found.shape == (len(batches), 1, len(of_heads), len(rows), len(cols))
+    assert torch.equal(found[:, 0], wanted)
+    touched = has[batches.start : batches.stop, of_heads.start : of_heads.stop]
+    touched = touched[..., begin // 32 : -(-end // 32), first // 32 : -(-last // 32)]
+    assert block_lists.is_listed(block, rows, cols) == bool(touched.any())
+
+
+@pytest.mark.parametrize("tile", range(KEY_TILES))
+def test_only_the_tile_of_keys_that_is_listed_is_visited(tile):
+    lists = torch.zeros(1, 1, ROW_TILES, 4, dtype=torch.int32)
+    lists[0, 0, 1] = torch.tensor([1, 0, tile, -1])
+    keys, bits = torch.zeros(1, 1, KEY_TILES, 2), torch.zeros(1, SIDE, 1, dtype=torch.int32)
+    x = SimpleNamespace(block_rows=lists, block_keys=keys, block_bits=bits)
+    block: Any = SimpleNamespace(x=x, batches=range(1), query_heads=range(1), kv_heads=range(1))
+    for row, col in product(range(ROW_TILES), range(KEY_TILES)):
+        tiles = range(32 * row, 32 * row + 32), range(32 * col, 32 * col + 32)
+        assert block_lists.is_listed(block, *tiles) == ((row, col) == (1, tile))
+        assert bool(block_lists.shown(block, *tiles).all()) == ((row, col) == (1, tile))

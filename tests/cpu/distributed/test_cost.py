@@ -1,6 +1,11 @@
-"""The model of time: it counts what kernels compute, and predicts rows that were not fitted."""
+"""The model of time: it counts what kernels compute, and predicts rows that were not fitted. A
+change of what it says of other batches shows in golden_times.txt. After one that is meant:
+
+    WRITE_GOLDEN_TIMES=1 pytest tests/cpu/distributed/test_cost.py
+"""
 
 import csv
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +21,9 @@ from heedful.core.planning import splits, waves
 from heedful.core.planning.waves import Lengths, Shape, most_scores, most_together, tiles
 from heedful.distributed import cost
 from heedful.distributed.layouts import LAYOUTS
+from heedful.distributed.schedules import crossing, gathered
 
+GOLDEN = Path(__file__).with_name("golden_times.txt")
 SHAPE = Shape(by_name("H200"), (HEADS, HEADS_K), (DIM, DIM), "bfloat16")
 MEASURED = Path(__file__).parents[3] / "measurements/distributed/070-predicted.csv"
 
@@ -170,3 +177,55 @@ def test_heads_and_a_ring_together_send_less_than_heads_alone():
     rows = LAYOUTS["zigzag"]([1 << 19], 8, CAUSAL)
     both = cost.in_grid(rows, 8, CAUSAL, SHAPE.heads, SHAPE.dims, 2)
     assert both.forward < cost.times(layout, CAUSAL, SHAPE.heads, SHAPE.dims, 2)["ring"].forward
+
+
+# Layout, lengths, ranks, mask, heads, head dims and the bytes of an element.
+BATCHES: dict[str, tuple[str, list[int], int, Mask, tuple[int, int], tuple[int, int], int]] = {
+    "one document": ("zigzag", [8192], 2, CAUSAL, (8, 4), (64, 64), 2),
+    "a long one": ("zigzag", [65536], 4, CAUSAL, (32, 8), (128, 128), 2),
+    "a short one": ("zigzag", [512], 2, CAUSAL, (8, 8), (64, 64), 2),
+    "in float32": ("zigzag", [4096], 3, CAUSAL, (6, 3), (64, 64), 4),
+    "two head dims": ("zigzag", [16384], 2, CAUSAL, (16, 16), (192, 128), 2),
+    "no mask": ("contiguous", [8192], 4, Mask(None, None), (8, 8), (128, 128), 2),
+    "a window": ("contiguous", [32768], 4, Mask(1024, 0), (32, 8), (128, 128), 2),
+    "a window with first keys": ("contiguous", [16384], 2, Mask(500, 0, 4), (8, 2), (64, 64), 2),
+    "documents": ("documents", [9000, 700, 5000, 0, 300, 2048], 4, CAUSAL, (16, 4), (64, 64), 2),
+    "one KV head": ("zigzag", [32768], 8, CAUSAL, (16, 1), (128, 128), 2),
+    "several hosts": ("zigzag", [131072], 16, CAUSAL, (32, 8), (128, 128), 2),
+    "heads that do not spread": ("documents", [4096, 1000], 4, CAUSAL, (6, 2), (80, 80), 2),
+    "no tokens": ("zigzag", [0], 2, CAUSAL, (8, 4), (64, 64), 2),
+}
+
+
+def golden_lines() -> list[str]:
+    lines = []
+    for name, (layout, lengths, ranks, mask, heads, dims, size) in BATCHES.items():
+        made = LAYOUTS[layout](lengths, ranks, mask)
+        lines.append(f"{name}, microseconds of the forward and of the backward")
+        for copies in (False, True):
+            found = cost.times(made, mask, heads, dims, size, copies)
+            for strategy, time in found.items() if not copies else [("gather", found["gather"])]:
+                told = f"{time.forward * 1e6:.4f} {time.backward * 1e6:.4f}"
+                lines.append(f"    {strategy}{' that copies' * copies}: {told}")
+        if ranks % 2 == 0 and heads[1] % 2 == 0:
+            rows = LAYOUTS[layout](lengths, ranks // 2, mask)
+            time = cost.in_grid(rows, 2, mask, heads, dims, size)
+            told = f"{time.forward * 1e6:.4f} {time.backward * 1e6:.4f}"
+            lines.append(f"    heads x ring: {told}")
+        schedule = gathered(made, mask, 0)
+        for backward, replayed in ((False, True), (False, False), (True, True)):
+            told = [
+                cost.head_groups(needs, heads, dims, size, backward, replayed)
+                for needs in (schedule, crossing(made, mask))
+            ]
+            lines.append(f"    groups of KV heads, {backward=} {replayed=}: {told}")
+        lines += [f"    {line}" for line in cost.predicted(lengths, ranks, mask, heads, dims, size)]
+    return lines
+
+
+def test_what_is_told_of_batches_is_what_the_golden_table_has():
+    """Choices of "auto" hang on it, and what `heedful explain --ranks` prints."""
+    told = "\n".join(golden_lines()) + "\n"
+    if os.environ.get("WRITE_GOLDEN_TIMES"):
+        GOLDEN.write_text(told, encoding="utf-8")
+    assert told == GOLDEN.read_text(encoding="utf-8")

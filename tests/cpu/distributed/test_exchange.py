@@ -1,13 +1,17 @@
 """How rows travel between ranks."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from heedful.distributed import exchange
 from heedful.distributed.exchange import Exchange, Transfer
+
+GROUP: Any = "a group"
 
 
 def copied_on_a_gpu(into: list[Tensor], rows: list[Tensor]) -> None:
@@ -42,125 +46,155 @@ def test_a_transfer_has_a_head_start_on_gpus_alone(monkeypatch):
 
 
 @pytest.fixture
-def sent(monkeypatch) -> list[Any]:
-    """What collectives are given, of which each arrives as a copy of what leaves."""
-    given: list[Any] = []
+def asked(monkeypatch) -> Any:
+    """The calls of torch that rank 0 of two makes; the other sends `come`."""
+    said = SimpleNamespace(backend="gloo", lists=[], single=[], waits=0, come=None, facts=[])
+    work = SimpleNamespace(wait=lambda: setattr(said, "waits", said.waits + 1))
 
-    class Work:
-        def wait(self) -> None:
-            given.append("waited")
+    def single(into, rows, received, sent, group, async_op) -> Any:
+        said.single.append((rows.clone(), received, sent, group, async_op))
+        if said.come is not None:
+            into.copy_(said.come.view(into.dtype).view(into.shape))
+        return work
 
-    def in_lists(outs, ins, group, async_op):
-        given.append(([x.shape for x in outs], [x.shape for x in ins], group, async_op))
-        for place, rows in zip(outs, ins, strict=True):
-            place.copy_(rows)
-        return Work()
+    def lists(outs, ins, group, async_op) -> Any:
+        said.lists.append((outs, ins, group, async_op))
+        return work
 
-    def in_one(into, rows, received, sent, group, async_op):
-        given.append((received, sent, group, async_op, into.dtype, rows.shape))
-        into.copy_(rows)
-        return Work()
+    def gather(every, mine, group=None) -> None:
+        assert group == "a group"
+        for row, facts in zip(every, said.facts, strict=True):
+            row.copy_(mine if facts is None else torch.tensor(facts, device="cpu"))
 
-    monkeypatch.setattr(exchange.dist, "all_to_all", in_lists)
-    monkeypatch.setattr(exchange.dist, "all_to_all_single", in_one)
-    monkeypatch.setattr(exchange.dist, "get_world_size", lambda group: 1 if group == "one" else 3)
-    return given
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: said.backend)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: len(said.facts) or 2)
+    monkeypatch.setattr(dist, "all_to_all_single", single)
+    monkeypatch.setattr(dist, "all_to_all", lists)
+    monkeypatch.setattr(dist, "all_gather", gather)
+    return said
 
 
-@pytest.mark.parametrize("rounds", [exchange.ROUNDS, exchange.ROUNDS + 1])
+def test_rows_are_sent_as_bytes_and_waited_for_once(asked):
+    asked.come = torch.arange(12.0).view(3, 2, 2)
+    rows = torch.arange(20.0).view(5, 2, 2)
+    transfer = exchange.swap("group", rows, [2, 3], (1, 2))  # pyright: ignore
+    ((sent, *counts),) = asked.single
+    assert sent.dtype == torch.uint8 and torch.equal(sent.view(torch.float32), rows.flatten(1))
+    assert counts == [[1, 2], [2, 3], "group", True]
+    assert torch.equal(transfer.wait(), asked.come) and torch.equal(transfer.wait(), asked.come)
+    assert asked.waits == 1
+    into = torch.zeros(3, 2, 2)
+    assert exchange.swap(None, rows, [5, 0], [3, 0], into).wait() is into
+    assert torch.equal(into, asked.come)
+
+
+@pytest.mark.parametrize("rounds", [0, exchange.ROUNDS, exchange.ROUNDS + 1])
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_slices_travel_as_they_lie_where_the_backend_can_and_they_are_few(
-    backend, rounds, sent, monkeypatch
+def test_few_slices_go_straight_where_the_backend_takes_lists_and_others_packed(
+    asked, backend, rounds
 ):
-    """A rank has one slice for itself, none for the next and two for the last."""
-    monkeypatch.setattr(exchange.dist, "get_backend", lambda group: backend)
-    group: Any = "a group"
-    rows = torch.arange(7 * 3).bfloat16().view(7, 3)
-    leaving = [[rows[:2]], [], [rows[2:3], rows[3:7]]]
-    into = [[torch.zeros_like(x) for x in theirs] for theirs in leaving]
-    travelling = Exchange(group, leaving, into, rounds, rows)
-    if backend == "nccl" and rounds <= exchange.ROUNDS:
-        first, second = ([(2, 3), (0, 3), (1, 3)], [(0, 3), (0, 3), (4, 3)])
-        assert sent == [(shapes, shapes, group, True) for shapes in (first, second)]
-    else:
-        assert sent == [([2, 0, 5], [2, 0, 5], group, True, torch.uint8, (7, 6))]
-    sent.clear()
-    travelling.wait()
-    assert sent == ["waited"] * (2 if backend == "nccl" and rounds <= exchange.ROUNDS else 1)
-    arrived = torch.cat([place for theirs in into for place in theirs])
-    assert torch.equal(arrived, torch.arange(7 * 3).bfloat16().view(7, 3))
-    travelling.wait()
-    assert len(sent) <= 2
+    asked.backend = backend
+    sent = [[], [torch.full((n + 1, 2), float(n)) for n in range(rounds)]]
+    into = [[], [torch.zeros(2, 2), torch.zeros(1, 2)][: max(0, rounds - 1)]]
+    like = torch.zeros(3, 2)
+    asked.come = torch.arange(6.0).view(3, 2)[: sum(map(len, into[1]))]
+    made = Exchange(None, sent, into, rounds, like)
+    is_straight = backend == "nccl" and rounds <= exchange.ROUNDS
+    assert (len(asked.lists), len(asked.single)) == ((rounds, 0) if is_straight else (0, 1))
+    for index, (outs, ins, group, is_begun) in enumerate(asked.lists):
+        assert (group, is_begun, len(outs[0]), len(ins[0])) == (None, True, 0, 0)
+        assert ins[1] is sent[1][index]
+        assert outs[1] is into[1][index] if index < len(into[1]) else len(outs[1]) == 0
+    for packed, received, gone, _, _ in asked.single:
+        assert gone == [0, sum(range(1, rounds + 1))]
+        assert received == [0, sum(map(len, into[1]))]
+        assert packed.numel() == 4 * sum(x.numel() for x in sent[1])
+    made.wait()
+    made.wait()
+    assert asked.waits == (rounds if is_straight else bool(into[1]))
+    if not is_straight and into[1]:
+        assert torch.equal(torch.cat(into[1]), asked.come)
 
 
-def test_rows_that_are_swapped_arrive_where_they_are_wanted(sent):
-    rows = torch.arange(30.0).view(6, 5)[:, 1:]
-    group: Any = "a group"
-    found = exchange.swap(group, rows, [1, 2, 3], [3, 2, 1])
-    assert sent == [([3, 2, 1], [1, 2, 3], group, True, torch.uint8, (6, 16))]
-    assert torch.equal(found.wait(), rows) and torch.equal(found.wait(), rows)
-    assert sent[1:] == ["waited"]
-    into = torch.zeros(6, 4)
-    assert exchange.swap(group, rows, [6, 0, 0], [6, 0, 0], into).rows is into
-    sent.clear()
-    alone: Any = "one"
-    single = exchange.swap(alone, rows, [6], [6])
-    assert torch.equal(single.wait(), rows) and single.rows is not rows and not sent
+def test_of_one_rank_its_own_rows_arrive(monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 1)
+    rows = torch.randn(3, 2)
+    assert torch.equal(exchange.swap(None, rows, [3], [3]).wait(), rows)
 
 
-def test_ranks_that_were_told_otherwise_are_named_by_what_most_were_told(monkeypatch):
-    others: Any = {"lengths": [5, 5, 7, 5], "heads": [1, 1, 1, 1]}
-    asked = []
-
-    def all_gather(every, mine, group):
-        asked.append((mine.dtype, mine.tolist(), group))
-        for row, told in zip(every, zip(*others.values(), strict=True), strict=True):
-            row.copy_(torch.tensor(told))
-
-    monkeypatch.setattr(exchange.dist, "all_gather", all_gather)
-    monkeypatch.setattr(exchange.dist, "get_world_size", lambda group: 4)
-    group: Any = "a group"
-    for own in (5, 7):
-        said = r"^plan must get the same lengths on every rank; ranks \[2\] have another than the"
-        with pytest.raises(ValueError, match=said + " other 3$"):
-            exchange.agree(group, {"lengths": own, "heads": 1}, torch.device("cpu"))
-    assert asked == [(torch.int64, [own, 1], group) for own in (5, 7)]
-    others["lengths"] = [5] * 4
-    exchange.agree(group, {"lengths": 5, "heads": 1}, torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ([None, None, None], ""),
+        ([None, [1, 3], None], "same b on every rank; ranks [1] have another than the other 2"),
+        ([[9, 9], None, None, [8, 9]], "same a on every rank; ranks [0, 3] have another than the"),
+        ([[0, 2], None, None], "same a on every rank; ranks [0] have another"),
+    ],
+)
+def test_facts_that_differ_are_told_with_the_fewer_ranks(asked, facts, said):
+    asked.facts = facts
+    try:
+        exchange.agree(GROUP, {"a": 1, "b": 2}, torch.device("cpu"))
+        found = ""
+    except ValueError as error:
+        found = str(error)
+    assert found.startswith("plan must get the " * bool(said) + said) and bool(found) == bool(said)
 
 
-def laid_out(dtype: torch.dtype, width: int, gap: int, first: int) -> Tensor:
-    """(5, 3, width) with a gap behind each row, from an element of its memory on."""
-    values = torch.arange(5 * 3 * (width + gap) + first).to(dtype)
-    return values[first:].view(5, 3, width + gap)[..., :width]
+def test_facts_of_63_bits_are_compared_whole_on_the_device_that_is_told(asked):
+    asked.facts = [None, [2**62 + 1]]
+    with torch.device("meta"), pytest.raises(ValueError, match="the same a on"):
+        exchange.agree(GROUP, {"a": 2**62}, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64], ids=str)
-@pytest.mark.parametrize("first", [0, 1, 4])
-@pytest.mark.parametrize(("width", "gap"), [(8, 0), (8, 8), (8, 3), (6, 2), (4, 2)])
-def test_rows_are_copied_in_words_of_8_bytes_where_all_begin_at_one(dtype, first, width, gap):
-    x = laid_out(dtype, width, gap, first)
-    each = 8 // x.itemsize
-    fits = not any(size % each for size in (width, width + gap, first))
+WIDE = torch.zeros(4, 6, 8, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("x", "is_wide"),
+    [
+        (WIDE, True),
+        (WIDE[:, 1:3], True),
+        (WIDE[..., 4:], True),
+        # No multiple of 8 bytes: where it begins, how long a row is, and how far the next one lies.
+        (WIDE[..., 2:6], False),
+        (WIDE[..., :6], False),
+        (torch.zeros(4, 6, 10, dtype=torch.float16)[..., :8], False),
+        (WIDE.transpose(1, 2), False),
+        (torch.zeros(3, 4), True),
+        (torch.zeros(3, 3), False),
+        (torch.zeros(3, 3, dtype=torch.int64), True),
+        (torch.zeros(3, 16, dtype=torch.uint8), True),
+        (torch.zeros(3, 12, dtype=torch.uint8), False),
+    ],
+)
+def test_rows_are_wide_words_where_all_of_them_begin_and_end_at_8_bytes(x, is_wide):
     words = exchange.words_of(x)
-    assert words.data_ptr() == x.data_ptr()
-    assert words.dtype == (torch.int64 if fits else dtype)
-    assert words.shape == ((5, 3, width // each) if fits else x.shape)
-    turned = x.transpose(0, 2)
-    assert exchange.words_of(turned).shape == turned.shape
-    for source in (x, laid_out(dtype, width, 0, 0)):
-        into = torch.zeros(5, 3, width, dtype=dtype)
-        exchange.copy(into, source)
-        assert torch.equal(into, source)
+    assert words.dtype == (torch.int64 if is_wide else x.dtype)
+    assert words.data_ptr() == x.data_ptr() and words.nbytes == x.nbytes
 
 
-@pytest.mark.parametrize(("widths", "gap"), [((8, 4), 0), ((8, 4), 3), ((6, 2), 0), ((3, 5), 1)])
-def test_two_tensors_come_side_by_side_into_words_or_elements(widths, gap):
-    k, v = (laid_out(torch.bfloat16, width, gap, 0) for width in widths)
-    out = torch.zeros(5, 3, sum(widths), dtype=torch.bfloat16)
-    exchange.side_by_side([k, v], out)
-    assert torch.equal(out, torch.cat([k, v], -1))
-    if sum(widths) % 4 == 0:
-        again = torch.zeros_like(out)
-        exchange.side_by_side([k, v], again.view(torch.int64))
-        assert torch.equal(again, out)
+@pytest.mark.parametrize("dims", [(8, 4), (8, 3), (2, 2), (4, 4)], ids=str)
+@pytest.mark.parametrize("is_view", [False, True], ids=["out", "a view of it"])
+def test_parts_lie_side_by_side_whatever_words_they_are(dims, is_view, monkeypatch):
+    """In wide words if all can be."""
+    real, taken = torch.cat, []
+    monkeypatch.setattr(
+        torch, "cat", lambda parts, **more: taken.append(parts[0].dtype) or real(parts, **more)
+    )
+    parts = [torch.randn(5, 3, dim).half() for dim in dims]
+    out = torch.zeros(5, 3, sum(dims), dtype=torch.float16)
+    place = exchange.words_of(out) if is_view else out
+    exchange.side_by_side(parts, place)
+    assert taken == [torch.float16 if any(dim % 4 for dim in dims) else torch.int64]
+    assert torch.equal(out, real(parts, -1))
+
+
+@pytest.mark.parametrize("begin", [0, 1, 4])
+def test_a_copy_is_the_same_whatever_words_it_takes(begin):
+    rows = torch.randn(5, 12).half()
+    into = torch.zeros(5, 8, dtype=torch.float16)
+    exchange.copy(into, rows[:, begin : begin + 8])
+    assert torch.equal(into, rows[:, begin : begin + 8])
+    exchange.copy(rows[:, begin : begin + 8], into + 1)
+    assert torch.equal(rows[:, begin : begin + 8], into + 1)

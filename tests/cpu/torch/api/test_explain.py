@@ -171,6 +171,28 @@ def test_fake_tensors_are_explained_as_aligned_ones(name, arguments):
     assert heedful.explain(function, **fake) == heedful.explain(function, **arguments)
 
 
+def test_mapped_tensors_are_explained_as_aligned_ones_of_their_elements():
+    said = []
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        said.append(heedful.explain(heedful.flash_attn_func, q, q, q))
+        return q
+
+    x = torch.zeros(3, 2, 9, 4, 16)
+    torch.func.vmap(call)(x)
+    assert said == [heedful.explain(heedful.flash_attn_func, x[0], x[0], x[0])]
+
+
+def test_a_mask_without_values_is_not_read():
+    q = rows(1, 9, 2, 16)
+    ranges = torch.zeros(1, 1, 9, 2, dtype=torch.int32)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(ranges)
+    with pytest.raises(ValueError, match="^values must be False where key_ranges has no values"):
+        heedful.explain(heedful.flash_attn_func, q, q, q, key_ranges=fake, values=True)
+    assert heedful.explain(heedful.flash_attn_func, q, q, q, key_ranges=fake)
+
+
 def test_what_no_device_would_run_is_refused_as_in_the_call():
     with pytest.raises(ValueError, match="^q must be on a CPU, CUDA or ROCm device, got meta"):
         heedful.explain(heedful.flash_attn_func, *(torch.empty(1, 5, 2, 8, device="meta"),) * 3)

@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import heedful.torch as heedful
+from heedful.torch.api import gradients
 from heedful.torch.traced import library
 from support.problems.budget import check
 from support.problems.cases import Case, build, variants
@@ -328,7 +329,30 @@ def test_wrong_places_for_gradients_are_refused_by_name(of):
     for value, message in wrong[:-1]:
         with pytest.raises((TypeError, ValueError), match=message):
             heedful.attention_backward(dout, q, k, v, out, lse, **{of: value})
+    for number in range(3):
+        leaf: Any = [x.clone().requires_grad_(index == number) for index, x in enumerate(good)]
+        message = rf"^{of}\[{number}\] must not require a gradient: it is written in place"
+        with pytest.raises(ValueError, match=message), torch.no_grad():
+            heedful.attention_backward(dout, q, k, v, out, lse, **{of: leaf})  # pyright: ignore
     with pytest.raises(ValueError, match="into must be None where accumulate is passed"):
         heedful.attention_backward(dout, q, k, v, out, lse, into=good, accumulate=good)
     with pytest.raises(ValueError, match=r"into\[1\] must have memory of its own"):
         heedful.attention_backward(dout, q, k, v, out, lse, into=[good[0], k, good[2]])
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_torchs_own_determinism_is_that_of_gradients(own, given, monkeypatch):
+    seen = []
+
+    def noted(x, options, *_):
+        seen.append(options.deterministic)
+        raise NotImplementedError
+
+    monkeypatch.setattr(gradients, "are_deterministic_algorithms_enabled", lambda: own)
+    monkeypatch.setattr(gradients, "eager", noted)
+    dout, q, k, v = tensors()
+    out, lse = heedful.flash_attn_func(q, k, v, return_lse=True)
+    with pytest.raises(NotImplementedError):
+        heedful.attention_backward(dout, q, k, v, out, lse, deterministic=given)
+    assert seen == [own or given]

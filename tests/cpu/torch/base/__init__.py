@@ -1,0 +1,1 @@
+"""Devices, dispatcher, threads and gradients of torch, as the other folders ask for them."""
