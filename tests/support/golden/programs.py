@@ -341,6 +341,7 @@ LISTS: list[Asked] = [
         *sizes(batch=(1,), heads_k=(1, 8), head_dim=(64, 192), seqlen_q=(1, 128)),
         *({"seqlen_q": 129, "seqlen_k": n} for n in (1, 128, 129)),
         {"seqlen_q": 700, "block_mask": 64, "head_dim": 64},
+        {"seqlen_q": 700, "block_mask": 64, "scattered": True},
     ),
     *(
         (facts, {"block_rows": (0, h, 8, 1), "block_keys": (0, h // 8 * 6, 6, 1)})
@@ -358,18 +359,19 @@ RANGES = plain(
     *sizes(used_k=(True,), softcap=(0.5,), batch=(0, 1), seqlen_q=(63, 64, 65)),
     *sizes(head_dim=(64, 256), heads_k=(1, 8)),
 )
-# Rows that are cut into packed sequences, and what of a call leaves them whole.
+# Rows that are cut into packed sequences, and what of a call leaves them whole; a backward of few
+# rows splits its visits, and does not cut.
 CUTS: list[Asked] = [
     *plain(
         {},
         *sizes(own_ranges=(True,), sink=(True,), num_splits=(1,), rows_follow=(False,)),
         {**ALONE, "num_splits": 2},
         *sizes(heads_k=(1,), head_dim=(64,), batch=(0, 1), return_lse=(True,)),
-        *({"seqlen_q": n, "seqlen_k": n} for n in (1, 128, 129, 1025)),
+        *({"seqlen_q": n, "seqlen_k": n} for n in (1, 128, 129, 300)),
     ),
-    *(({}, {name: (1024 * 301, 1024, 128, 1)}) for name in ("q", "out", "dout")),
+    *(({}, {name: (1024 * 9001, 1024, 128, 1)}) for name in ("q", "out", "dout", "dk")),
 ]
-CUT = {"key_ranges": 1, "seqlen_q": 300, **CAUSAL, **GRAD}
+CUT = {"key_ranges": 1, "seqlen_q": 9000, "seqlen_k": 9000, **CAUSAL, **GRAD}
 TABLE: dict[tuple[str, str], list[Asked]] = {
     ("H200", "hopper"): [*SCORES, *TERMS, *LENGTHS, *DIMS, *WORK, *EIGHT_BITS, *LAID_OUT],
     ("B200", "portable"): [*SCORES, *TERMS, *LENGTHS, *DIMS, *CACHES, *WORK, *LAID_OUT, *GRADIENTS],
@@ -407,7 +409,8 @@ TABLE: dict[tuple[str, str], list[Asked]] = {
 }
 
 # The backend of a table, where that is not its name; None is what is chosen by default.
-NAMED = {"mixed": forced("mixed/portable"), **dict.fromkeys(("best", "lists", "ranges", "cuts"))}
+NAMED = dict.fromkeys(("best", "lists", "ranges"))
+NAMED |= {"mixed": forced("mixed/portable"), "cuts": forced("hopper+cuts_rows=1")}
 
 # A cache's own launches: sizes of k_new (B, S, G, D), facts, and arrays as above.
 CACHE: list[tuple[str, dict, dict[str, tuple[int, ...] | None]]] = [
