@@ -269,6 +269,7 @@ STEPS: list[Asked] = [
         )
     ),
     *(({"head_dim": d, "head_dim_v": e}, {}) for d, e in ((64, 128), (72, 40), (256, 256))),
+    ({"kv_dtype": "int8", "kv_group": 64, "head_dim": 192, "head_dim_v": 64}, {}),
     *(({"head_dim_v": e, "v_in_k": True}, {}) for e in (128, 64)),
     *(({"num_splits": n, "return_lse": True}, {}) for n in (1, 2, 7)),
     ({"total_q": 3, "total_k": 5000, "return_lse": True}, {}),
