@@ -12,7 +12,7 @@ from heedful.core.base.numbers import FAR
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.kernels.args import kinds
-from heedful.launch.bind import decode, groups, hopper_groups
+from heedful.launch.bind import groups, hopper_groups
 from heedful.launch.spec import Pointer
 
 SHAPE, STRIDES = (3, 5, 7, 9), (5000, 900, 90, 1)
@@ -287,39 +287,3 @@ def test_each_descale_has_its_own_place_and_groups_have_one_for_each_key():
         strides = found.stride_b.value, found.stride_n.value, found.stride_h.value
         assert strides == (900, 80, 7)
     assert made.q.ptr is None
-
-
-@pytest.mark.parametrize(
-    "dtype, group, dim, slices",
-    [
-        ("int8", 32, 128, 4),
-        ("int8", 64, 192, 3),
-        # One scale for all, too few words for a product, no power of two, half a word.
-        *(("int8", group, 128, 1) for group in (0, 128, 16)),
-        *(("int8", group, 3 * group, 1) for group in (48, 33)),
-        *((("int4", 64, 128, 2), ("int4", 32, 128, 1), ("int4", 66, 132, 1))),
-        *((("float8_e4m3fn", 32, 64, 2), ("fp8_ds_mla", 0, 512, 4), ("fp8_ds_mla", 0, 128, 1))),
-    ],
-)
-def test_a_row_takes_a_product_for_each_scale_whose_values_fill_one(dtype, group, dim, slices):
-    facts = {"kv_dtype": dtype, "kv_group": group}
-    problem = AttentionProblem.dense(3, 1, 9, 2, **facts)
-    assert decode.slices(problem, dim) == slices
-
-
-@pytest.mark.parametrize(
-    "facts, once",
-    [
-        ({}, True),
-        ({"head_dim_v": 64}, True),
-        ({"head_dim_v": 32}, False),
-        ({"head_dim_v": 96}, False),
-        ({"v_in_k": False}, False),
-        ({"kv_dtype": "int8"}, True),
-        ({"kv_dtype": "int8", "kv_group": 32}, False),
-    ],
-    ids=str,
-)
-def test_values_in_keys_are_read_once_where_they_have_whole_tiles_and_one_scale(facts, once):
-    problem = AttentionProblem.dense(3, 1, 9, 2, **{"v_in_k": True, **facts})
-    assert decode.loads_once(problem) is once
