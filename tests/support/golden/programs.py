@@ -385,6 +385,7 @@ TABLE: dict[tuple[str, str], list[Asked]] = {
             for facts in (
                 {},
                 *sizes(used_q=(True,), leftpad_k=(True,), total_q=(3,), total_k=(5000,)),
+                {"q_offsets": True, **CAUSAL},
             )
         ),
     ),
