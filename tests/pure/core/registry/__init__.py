@@ -1,1 +1,1 @@
-"""Tests of `core.registry`."""
+"""Tests of `heedful.core.registry`."""
