@@ -41,6 +41,13 @@ _ROLES = {
     "append_and_rotate": "update",
     "schedule_varlen_tiles": "schedule",
     "transpose_v": "transpose",
+    "key_hulls": "row hulls",
+    "query_hulls": "key hulls",
+    "seen_lists": "seen",
+    "list_visits": "visits",
+    "part_rows": "parts",
+    "cut_rows": "cut rows",
+    "cut_hulls": "cut hulls",
 }
 # Leaves of groups that are not called as their operand is.
 _OPERANDS = {
@@ -113,6 +120,11 @@ def places(launch: Launch) -> dict[str, Place]:
     for parameter, value in launch.arguments.items():
         if parameter.split(".")[-1].startswith("stride_"):
             name, axis = _stride(parameter)
+            if name not in found:
+                # A group whose array has a name of its own.
+                group = parameter.rpartition(".")[0]
+                own = [p for p in launch.arguments if p.rpartition(".")[0] == group]
+                name = next(_operand(p) for p in own if p in launch.memory)
             found[name].strides[axis] = value
     return found
 

@@ -17,7 +17,9 @@ from heedful.core.base.device import by_name
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.call.spread import CAUSAL, Mask
-from heedful.core.planning import splits, waves
+from heedful.core.planning import splits as planned_splits
+from heedful.core.planning import waves
+from heedful.core.planning.plan import plan
 from heedful.core.planning.waves import Lengths, Shape, most_scores, most_together, tiles
 from heedful.distributed import cost
 from heedful.distributed.layouts import LAYOUTS
@@ -72,6 +74,73 @@ def test_a_tile_of_keys_is_visited_by_the_tiles_of_queries_that_see_one_of_them(
             at = [i // rows for i, seen in enumerate(sees) if seen]
             wanted.append(at[-1] - at[0] + 1 if at else 0)
         assert found == wanted
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 0), (0, 2), (4, -1), (5, 3, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(16, 16), (9, 23), (23, 9), (1, 8), (8, 0), (0, 8)], ids=str)
+def test_a_tile_of_queries_computes_the_tiles_of_keys_that_one_of_them_sees(sizes, window):
+    """Those of leading keys beside those of the window, where it begins behind them."""
+    queries, keys = sizes
+    left, right, first = (*window, 0)[:3]
+    for rows, columns in ((1, 1), (4, 3), (3, 4)):
+        config: Any = SimpleNamespace(block_m=rows, block_n=columns)
+        found = list(waves._rows(Lengths((queries,), (keys,), window), config))
+        wanted = []
+        for row in range(0, queries, rows):
+            last = min(row + rows, queries)
+            places = range(row + keys - queries, last + keys - queries)
+            seen = [
+                j
+                for j in range(keys)
+                if any(
+                    (right < 0 or j - i <= right) and (left < 0 or j - i >= -left) for i in places
+                )
+            ]
+            count = seen[-1] // columns - seen[0] // columns + 1 if seen else 0
+            begins = max(0, places[0] - left) if left >= 0 else 0
+            count += -(-first // columns) if begins > first else 0
+            wanted.append(count * columns * (last - row))
+        assert found == wanted
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0)], ids=str)
+@pytest.mark.parametrize("heads", [(8, 2), (16, 8), (4, 4), (1, 1)], ids=str)
+def test_visits_have_as_many_splits_as_the_plan_of_the_call_gives_them(heads, window):
+    shape = Shape(SHAPE.device, heads, SHAPE.dims, SHAPE.dtype)
+    found = set()
+    for length in (256, 1024, 2048, 4096):
+        work, times = waves._work(shape, one(length, *window), True)
+        facts = {"causal": window[1] == 0, "needs_grad": True}
+        problem = AttentionProblem.dense(1, length, length, *heads, **facts)
+        sizes = plan(problem, shape.device).sizes(direction="backward")
+        splits = next(n for x in sizes.launches.values() if (n := x.numbers.get("splits")))
+        config = tiles(shape, "dense")[1]
+        each, tile = splits * heads[1], config.block_m * config.block_n
+        assert times == each and len(work) == -(-length // config.block_n)
+        beside = planned_splits.SPLIT_VISITS if splits > 1 else planned_splits.TILE_VISITS
+        visits = -(-length // config.block_m) * heads[0] // heads[1]
+        assert work[0] == max(work) == (visits / splits + beside) * tile
+        found.add(splits)
+    assert len(found) > 1
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("before", [[0.0] * 4, [0.0, 1.0, 5.0, 9.0]], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 8, 9, 12, 85, 86], ids=str)
+def test_whoever_is_done_first_takes_the_largest_that_is_left(count, before, times):
+    work = tuple(sorted((float(7 * n % 11 + 1) for n in range(count)), reverse=True))
+    busy = [*before]
+    for each in (each for each in work for _ in range(times)):
+        busy[busy.index(min(busy))] += each
+    found = waves._busy(work, times, [*before])
+    if count * times <= 64 * 4:
+        assert found == sorted(busy)
+    else:
+        assert found == [pytest.approx((sum(work) * times + sum(before)) / 4)] * 4
+
+
+def test_of_many_tiles_the_longest_takes_as_long_as_it_does():
+    assert waves._busy((1000.0, *[1.0] * 300), 1, [0.0] * 4) == [1000.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -138,7 +207,7 @@ def test_a_backward_has_the_splits_that_its_plan_gives_it(heads, sizes, window, 
         asked.append(counts)
         return 3
 
-    for module in (waves, splits):
+    for module in (waves, planned_splits):
         monkeypatch.setattr(module, "choose_backward_splits", noted)
     shape = Shape(SHAPE.device, heads, SHAPE.dims, SHAPE.dtype)
     lengths = Lengths(sizes[:1], sizes[1:], window)
@@ -148,7 +217,7 @@ def test_a_backward_has_the_splits_that_its_plan_gives_it(heads, sizes, window, 
     mask = MaskSpec.of(False, window)
     problem = AttentionProblem.dense(1, *sizes, *heads, head_dim=SHAPE.dims[0], mask=mask)
     columns = -(-sizes[1] // config.block_n) * heads[1]
-    splits.backward_splits(problem, SHAPE.device.units, columns, blocks, sizes[1])
+    planned_splits.backward_splits(problem, SHAPE.device.units, columns, blocks, sizes[1])
     assert asked[0] == asked[1] and len(asked) == 2 and count == 3 * heads[1]
 
 

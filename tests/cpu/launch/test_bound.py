@@ -159,6 +159,16 @@ def test_a_buffer_is_used_again(monkeypatch):
     assert len(gpu.launches) == 5 and len(slots) == 1
 
 
+def test_a_call_that_comes_again_writes_addresses_alone(monkeypatch):
+    filled, fill = [], bound.BoundProgram._fill
+    count = lambda program, *given: filled.append(program) or fill(program, *given)  # noqa: E731
+    monkeypatch.setattr(bound.BoundProgram, "_fill", count)
+    with standin.gpu("B200") as gpu:
+        for _ in range(5):
+            attend(some(1, 90, 2, 64), some(1, 90, 2, 64), some(1, 90, 2, 64))
+    assert len(gpu.launches) == 5 and len(filled) == 1
+
+
 @pytest.mark.parametrize("device", ["H200", "B200"])
 def test_a_launch_goes_to_the_stream_that_is_current_then(device):
     q = some(2, 130, 2, 64)

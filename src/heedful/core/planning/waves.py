@@ -157,13 +157,14 @@ def _busy(work: tuple[float, ...], times: int, busy: list[float]) -> list[float]
         return [max(mean, work[0])] * units
     drawn = [each for each in work for _ in range(times)]
     while drawn:
-        if len(drawn) < units or busy[-1] > busy[0] + drawn[0]:
-            # Some may have been done before others began.
+        wave, drawn = drawn[:units], drawn[units:]
+        ends = sorted(map(sum, zip(busy, wave, strict=False)))
+        if len(wave) < units or ends[0] < busy[-1]:
+            # Some are done before others begin.
             heapq.heapify(busy)
-            for each in drawn[:units]:
+            for each in wave:
                 heapq.heapreplace(busy, busy[0] + each)
             busy.sort()
         else:
-            busy = sorted(map(sum, zip(busy, drawn[:units], strict=True)))
-        drawn = drawn[units:]
+            busy = ends
     return busy

@@ -86,7 +86,7 @@ def no_page(buffers: Mapping[str, ArraySpec]) -> int:
     pages = buffers["k"].shape[0]
     rows = max(1, *(rows_between(buffers[name]) for name in ("k", "v")))
     most = 1 << ((1 << 31) // rows).bit_length() - 1
-    return min(most, max(MANY_PAGES, 1 << max(0, pages - 1).bit_length()))
+    return min(most, max(MANY_PAGES, 1 << (pages - 1).bit_length()))
 
 
 def row_stride(spec: ArraySpec) -> int:

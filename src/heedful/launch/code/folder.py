@@ -90,7 +90,7 @@ class Folder:
 
     def _at(self, name: str) -> str:
         """The path of an entry for system calls that have dir_fd."""
-        if name in ("", ".", "..") or "/" in name or os.sep in name or "\0" in name:
+        if name in ("", ".", "..") or os.path.basename(name) != name or "\0" in name:
             raise ValueError(f"no name of a file: {name!r}")
         return name if self._fd is not None else str(self.path / name)
 

@@ -317,7 +317,7 @@ def _filler(
     for offset, kind, value in (*sorted(fields), (len(image), "", "")):
         between = bytes(image[position:offset])
         layout += f"{len(between)}{'s' if any(between) else 'x'}{kind}"
-        values += f", {between}" * any(between) + f", {value}" * bool(kind)
+        values += f", {between}" * any(between) + f", {value}"
         position = offset + struct.calcsize("<" + kind)
     # As generated code, which takes less time than collecting the values in a list.
     line = f"return pack_into(buffer, 0{values})"
@@ -349,7 +349,7 @@ def _refiller(layouts: Sequence[_Layout]) -> tuple[Callable[..., None], list[tup
                 layout += f"{offset - position}s"
                 parts.append((which, position, offset))
             layout += kind
-            values += f", {value}" * bool(kind)
+            values += f", {value}"
             position = offset + size
         scope[f"pack_{which}"] = struct.Struct(layout).pack_into
         calls.append(f"pack_{which}(buffers[{which}], 0{values})")

@@ -137,6 +137,24 @@ def test_a_folder_may_be_given_from_home_on(clean, monkeypatch, tmp_path):
     assert settings.get("pack") == tmp_path / "pack"
 
 
+def test_a_folder_from_a_home_that_is_not_there_is_refused_by_its_variable(clean, monkeypatch):
+    def nowhere(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", nowhere)
+    monkeypatch.setenv("HEEDFUL_CACHE_DIR", "~/kernels")
+    words = "^HEEDFUL_CACHE_DIR='~/kernels': there is no home folder for ~"
+    with pytest.raises(ValueError, match=words):
+        settings.get("cache_dir")
+
+
+def test_where_users_have_no_entries_the_home_is_as_python_finds_it(clean, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pwd", None)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path.replace("~", "/found"))
+    monkeypatch.delenv("HOME")
+    assert settings.get("cache_dir") == Path("/found/.cache/heedful")
+
+
 _HOMELESS = """
 import os, pwd
 def nobody(uid):

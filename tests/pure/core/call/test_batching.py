@@ -47,3 +47,14 @@ def test_only_q_k_and_v_of_dense_calls_without_dropout_may_be_mapped():
         assert not joins(operands(), flags("q", other), DENSE)
     assert not joins(operands(), flags("q"), DENSE._replace(dropout_p=0.1))
     assert not joins(operands(), flags("q"), DENSE._replace(kind="varlen"))
+
+
+@pytest.mark.parametrize("name", ["seqused_q", "seqused_k", "leftpad_k", "q_offsets", "origins"])
+def test_what_each_sequence_has_of_its_own_joins_no_others(name):
+    assert not joins(operands(**{name: (2,)}), flags("q"), DENSE)
+
+
+@pytest.mark.parametrize("name", ["key_ranges", "block_rows", "block_keys"])
+def test_masks_of_one_batch_join_those_of_others(name):
+    assert joins(operands(**{name: (1, 4, 8, 2)}), flags("q"), DENSE)
+    assert not joins(operands(**{name: (2, 4, 8, 2)}), flags("q"), DENSE)

@@ -14,6 +14,7 @@ from heedful.core.call.arguments import AttentionCall, CacheUpdate, Options, bin
 from heedful.core.call.describe import describe
 from heedful.core.call.describe_cache import check_cache, check_int_length
 from heedful.core.call.mask import MaskSpec
+from heedful.core.call.numerics import with_numerics
 from heedful.core.call.operands import Operands
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.call.storage import copies
@@ -223,3 +224,96 @@ def test_a_cache_is_described_by_the_dtype_that_it_is_stored_in(dtype):
     given |= {f"{x}_cache": spec(2, 12, 2, 16, dtype=dtype) for x in "kv"}
     made, _ = cached(**given, **{f"{x}_descale": spec(2, 2) for x in "kv"})
     assert (describe(made).dtype, describe(made).kv_dtype) == ("bfloat16", dtype)
+
+
+def latent(**changes) -> tuple[AttentionCall, CacheUpdate]:
+    """A call over rows of latent vectors, into which new ones are written."""
+    given = {"q": spec(2, 1, 4, 576, dtype="bfloat16"), "k_cache": spec(2, 12, 1, 656)}
+    rows = spec(2, 12, 1, 656, dtype="uint8", strides=changes.pop("strides", None))
+    given |= {"k_cache": rows, "v_cache": rows, "k": spec(2, 1, 1, 576, dtype="bfloat16")}
+    return cached(**{**given, "v": spec(2, 1, 1, 512, dtype="bfloat16"), **changes})
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_rows_of_bytes_hold_whole_floats_where_they_are_written(axis):
+    strides = [13 * 660, 660, 656, 1]
+    assert check_cache(*latent(strides=tuple(strides))).kv_dtype == "fp8_ds_mla"
+    strides[axis] += 2
+    with pytest.raises(ValueError, match="^k_cache must have rows at multiples of 4 bytes"):
+        check_cache(*latent(strides=tuple(strides)))
+
+
+STORED = {f"{x}_cache": spec(2, 12, 2, 16, dtype="int8") for x in "kv"}
+STORED |= {f"{x}_descale": spec(2, 2) for x in "kv"}
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (
+            {"k": spec(2, 1, 2, 16, dtype="float16")},
+            "k must be int8 like k_cache (quantize_kv makes it) or bfloat16 like q, got float16",
+        ),
+        (
+            {"k": spec(2, 1, 2, 16, dtype="bfloat16")},
+            "v must be bfloat16 like q, as k is, got int8",
+        ),
+        (
+            {"v": spec(2, 1, 2, 16, dtype="bfloat16")},
+            "v must be int8 like v_cache, as k is, got bfloat16",
+        ),
+    ],
+)
+def test_new_keys_come_as_they_are_stored_or_as_queries_are(given, words):
+    plain = {"q": spec(2, 1, 4, 16, dtype="bfloat16"), **STORED}
+    plain |= {x: spec(2, 1, 2, 16, dtype="int8") for x in "kv"}
+    assert check_cache(*cached(**plain)).kv_dtype == "int8"
+    with pytest.raises(TypeError) as caught:
+        check_cache(*cached(**{**plain, **given}))
+    assert str(caught.value) == words
+
+
+def test_queries_of_8_bits_take_new_keys_as_they_are_stored_alone():
+    e4m3 = {"dtype": "float8_e4m3fn"}
+    given: dict[str, Any] = {"q": spec(2, 1, 4, 16, **e4m3), "k": spec(2, 1, 2, 16)}
+    given |= {f"{x}_cache": spec(2, 12, 2, 16, **e4m3) for x in "kv"}
+    with pytest.raises(TypeError) as caught:
+        check_cache(*cached(**given, v=spec(2, 1, 2, 16)))
+    words = "k must be float8_e4m3fn like k_cache (quantize_kv makes it), got float32"
+    assert str(caught.value) == words
+
+
+def test_scales_that_are_written_are_contiguous():
+    plain = {"q": spec(2, 1, 4, 16, dtype="bfloat16"), **STORED}
+    plain |= {x: spec(2, 1, 2, 16, dtype="int8") for x in "kv"}
+    plain |= {x: spec(2, 1, 2, 16, dtype="bfloat16") for x in "kv"}
+    scales = {f"{x}_descale": spec(2, 12, 2, 2) for x in "kv"}
+    assert check_cache(*cached(**plain | scales)).kv_group == 8
+    for name in ("k_descale", "v_descale"):
+        apart = scales | {name: spec(2, 12, 2, 2, strides=(96, 8, 4, 2))}
+        with pytest.raises(ValueError, match=f"^{name} must have a contiguous last dim, as it is"):
+            check_cache(*cached(**plain | apart))
+    # One group: its stride says nothing.
+    one = {f"{x}_descale": spec(2, 12, 2, 1, strides=(96, 8, 4, 2)) for x in "kv"}
+    assert check_cache(*cached(**plain | one)).kv_group == 16
+
+
+def test_a_prefix_is_refused_where_no_bit_may_depend_on_how_a_call_is_made():
+    prefix = {"shared_prefix": (spec(4, 2, 16), spec(4, 2, 8))}
+    given, update = cached(**prefix)
+    check_cache(given, update)
+    backend = with_numerics(None, "invariant")
+    invariant = given._replace(options=given.options._replace(backend=backend))
+    with pytest.raises(ValueError, match="^shared_prefix must be None with numerics='invariant'"):
+        check_cache(invariant, update)
+
+
+@pytest.mark.parametrize("longest", ["max_seqlen_q", "max_seqlen_k"])
+def test_a_window_of_any_size_is_taken_where_packed_tokens_are_few(longest):
+    """max_seqlen_* may say more than there are."""
+    wide = {"window_size": (2**29, 2**29)}
+    made = describe(varlen(**wide, **{longest: 2**30}))
+    assert not made.mask.bounded
+    long = dict(zip("qkv", (spec(2**29 + 1, 4, 16), spec(7, 2, 16), spec(7, 2, 8)), strict=True))
+    with pytest.raises(ValueError, match="window_size"):
+        describe(varlen(**wide, **long, max_seqlen_q=2**30))

@@ -1,1 +1,1 @@
-"""Tests of `heedful.core.planning` and `heedful.core.registry`."""
+"""Tests of `heedful.core.planning`, and of plans that `heedful.core.registry` decides."""

@@ -426,6 +426,8 @@ GOLDEN = Path(__file__).with_name("golden_sizes.txt")
 OF_ALL: dict = {"batch": 3, "seqlen_q": 500, "seqlen_k": 700, "heads_q": 6, "heads_k": 2}
 OF_TOKENS = {"total_q": 1000, "total_k": 1200}
 OF_LATENTS = {"seqlen_q": 1, "heads_k": 1, "head_dim": 576, "head_dim_v": 512, "v_in_k": True}
+ALONE = {"needs_grad": False}
+MANY_ROWS = {"batch": 1, "seqlen_q": 50_000, "seqlen_k": 50_000}
 GIVEN: dict[str, dict] = {
     "plain": {},
     "packed": {**OF_TOKENS, "causal": True},
@@ -442,6 +444,24 @@ GIVEN: dict[str, dict] = {
     "values of 128": {"head_dim": 192, "head_dim_v": 128},
     "pages": {"seqlen_q": 1, "page_size": 16, "used_k": True, "needs_grad": False},
     "latent": {**OF_LATENTS, "needs_grad": False},
+    "latent, in rows of bytes": {**OF_LATENTS, **ALONE, "kv_dtype": "fp8_ds_mla", "v_in_k": False},
+    "ranges of heads": {"key_ranges": 1, "own_ranges": True},
+    "documents": {"key_ranges": 1, "documents": True, **MANY_ROWS, "causal": True},
+    "lists of 64": {"block_mask": 64, "scattered": True, "head_dim": 128},
+    "relative bias": {"rel_bias": True, "rel_bias_grad": True},
+    "relative bias, packed": {**OF_TOKENS, "rel_bias": True, "rel_bias_grad": True},
+    "probabilities": {"return_probs": True, **ALONE},
+    "same bits of parts": {"invariant": True, "seqlen_k": 20_000, **ALONE},
+    "same bits of parts, packed": {**OF_TOKENS, "invariant": True, "seqlen_k": 20_000, **ALONE},
+    "same bits of parts in turn": {"invariant": True, **MANY_ROWS, **ALONE},
+    "same bits, causal": {"invariant": True, **MANY_ROWS, "causal": True, "seqlen_q": 999, **ALONE},
+    "sink": {"sink": True},
+    "4 bits": {"seqlen_q": 1, "kv_dtype": "int4", "kv_group": 64, "used_k": True, **ALONE},
+    "mixed": {"total_q": 990, "used_k": True, "page_size": 16, **ALONE},
+    "no keys": {"seqlen_k": 0},
+    "no queries": {"seqlen_q": 0},
+    "nothing": {"batch": 0},
+    "one head": {"batch": 1, "heads_q": 1, "heads_k": 1},
 }
 DEVICES = (("H200", None), ("H200", "portable"), ("MI300X", "cdna"))
 

@@ -8,7 +8,7 @@ import pytest
 from heedful.core.base.device import by_name
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
-from heedful.core.planning.plan import explain, plan
+from heedful.core.planning.plan import explain, plan, words_of_seen
 from heedful.core.planning.sizes import Scheduler
 from heedful.core.registry import capability, configs
 from heedful.core.registry.by_hand import OPTIONS, forced, with_options
@@ -495,3 +495,32 @@ def test_an_option_by_hand_has_values_from_a_least_to_a_largest(name):
         for value in (least - 1, *([] if most is None else [most + 1])):
             with pytest.raises(ValueError, match=f"^backend: {name} must be .*, got {value}$"):
                 with_options(row, {name: value}, problem)
+
+
+def test_what_a_mask_shows_is_told_in_tiles_pairs_and_rates():
+    seen = {
+        "tile": (128, 64),
+        "whole": 3,
+        "part": 2,
+        "hidden": 5,
+        "pairs": 30_000,
+        "scores": 40_960,
+    }
+    shape = (1, 512, 512, 8, 8, 96)
+    problem = dense(*shape, head_dim_v=32)
+    lines = words_of_seen(plan(problem, H200), **seen)
+    assert lines == [
+        "mask      tiles of 128 x 64: 3 seen whole, 2 in part, 5 left out",
+        "mask      30000 pairs are seen, 73.2% of the scores of these tiles: the forward has"
+        " 7.68e-06 TFLOP",
+        "mask      at most 724 of 989 TFLOP/s follow",
+    ]
+    # No rate is known of float32, nor of every device.
+    wide = dense(*shape, "float32", head_dim_v=32)
+    assert words_of_seen(plan(wide, H200), **seen) == lines[:2]
+    assert words_of_seen(plan(problem, H200.live(bf16_flops=0.0)), **seen) == lines[:2]
+    nothing = words_of_seen(plan(problem, H200), **{**seen, "pairs": 0, "scores": 0})
+    assert nothing[1:] == [
+        "mask      0 pairs are seen, 0.0% of the scores of these tiles: the forward has 0 TFLOP",
+        "mask      at most 0 of 989 TFLOP/s follow",
+    ]
