@@ -2,7 +2,10 @@
 for all, and devices are the CPU.
 """
 
+import math
+from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +16,8 @@ import torch
 from heedful.bench import parallel
 from heedful.bench.parallel import Case, Work, cases, log_normal
 from heedful.distributed.layouts import LAYOUTS
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -375,3 +380,222 @@ def test_a_time_is_the_median_of_the_slowest_rank_after_a_first_call(one, monkey
     assert parallel._median(lambda: calls.append("first")) == 6
     assert one.reduced == [parallel.dist.ReduceOp.MAX]
     assert next(given, None) is None
+
+
+def test_a_call_is_captured_after_a_run_of_its_own_on_the_stream_that_waits(monkeypatch):
+    order, within = [], []
+
+    class Stream:
+        def wait_stream(self, other):
+            order.append(("waits for", other))
+
+    @contextmanager
+    def entered(*what, **more):
+        within.append((what, more))
+        yield
+        within.pop()
+
+    graphs = []
+
+    class Graph:
+        def __init__(self):
+            graphs.append(self)
+
+        def replay(self):
+            order.append("replay")
+
+    for name, value in {
+        "Stream": Stream,
+        "CUDAGraph": Graph,
+        "current_stream": lambda: "the callers",
+        "stream": lambda stream: entered(stream),
+        "graph": lambda graph, **more: entered(graph, **more),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    replay = parallel.captured(lambda: order.append(("call", within[-1], len(within))))
+    first, (_, ((stream,), none), depth), (_, capture, _) = order
+    assert first == ("waits for", "the callers") and isinstance(stream, Stream)
+    assert (none, depth, len(graphs)) == ({}, 1, 1)
+    how = {"stream": stream, "capture_error_mode": "thread_local"}
+    assert capture == ((graphs[0],), how) and not within
+    replay()
+    assert order[3:] == ["replay"]
+
+
+def test_links_send_each_rank_as_much_and_copy_from_every_other_after_an_event(one, monkeypatch):
+    size, ranks, rank = 1 << 10, 3, 1
+    one.get_rank, one.get_world_size = (lambda: rank), (lambda: ranks)
+    taken, done = iter([4.0, 2.0]), []
+    events = []
+
+    class Event:
+        def __init__(self):
+            events.append("made")
+
+        def record(self):
+            events.append("recorded")
+
+    def median(call):
+        call()
+        return next(taken)
+
+    def swapped(group, rows, sent, received, into):
+        assert group is None and [*sent] == [*received] == [size] * ranks
+        assert rows.shape == into.shape == (size * ranks,) and rows.dtype == torch.uint8
+        assert rows.data_ptr() != into.data_ptr()
+        return SimpleNamespace(wait=lambda: done.append("swapped"))
+
+    def view(other, begin, shape, dtype):
+        assert (begin, shape, dtype) == (0, (size,), torch.uint8)
+        return other
+
+    def pull(pairs, event, of_keys):
+        assert isinstance(event, Event) and events == ["made", "recorded"] and of_keys
+        # Each from another one first; rows that are copied into lie within.
+        assert [other for _, other in pairs] == [2, 0]
+        assert {into.shape for into, _ in pairs} == {(size,)}
+        return SimpleNamespace(wait=lambda: done.append("copied"))
+
+    def peers_of(group, nbytes):
+        assert (group, nbytes) == (None, size)
+        return SimpleNamespace(view=view, pull=pull), ""
+
+    monkeypatch.setattr(parallel, "LINK_BYTES", size)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(parallel, "_median", median)
+    monkeypatch.setattr(parallel, "swap", swapped)
+    monkeypatch.setattr(parallel, "peers_of", peers_of)
+    found = parallel.links(CPU)
+    assert (found.send, found.copy) == (2 * size / 4e-3, 2 * size / 2e-3)
+    assert done == ["swapped", "copied"]
+
+
+class Other(parallel.Peer):
+    """Somebody else's schedule: the batch's last rows are this rank's."""
+
+    def __init__(self, lengths=(4,), window=-1):
+        self.given, self.rows = (lengths, window), torch.tensor([2, 3])
+
+    def call(self, q, k, v):
+        return q - k + v
+
+
+def test_others_schedules_are_planned_at_once_spread_their_way_and_predict_nothing(monkeypatch):
+    monkeypatch.setitem(parallel.PEERS, "other", Other)
+    made, took = parallel.planned(Case("a case", (3, 1), 7), "other")
+    assert made.given == ((3, 1), 7) and took == 0
+    rows = [torch.arange(4.0).reshape(4, 1) * step for step in (1, 10, 100, 1000)]
+    work = parallel.spread(Case("one", (4,)), made, rows[:3], rows[3])
+    assert work.forward().flatten().tolist() == [2 - 20 + 200, 3 - 30 + 300]
+    # dout's rows are this rank's, too.
+    assert [grad.flatten().tolist() for grad in work.both()] == [
+        [2000, 3000],
+        [-2000, -3000],
+        [2000, 3000],
+    ]
+    assert all(map(math.isnan, parallel.predicted(made)))
+
+
+def test_a_plan_is_predicted_by_its_strategy_or_its_grid_in_milliseconds(monkeypatch):
+    told = "mask", (4, 2), (parallel.DIM, parallel.DIM), 2
+
+    def times(layout, *given):
+        assert (layout, *given[:-1]) == ("layout", *told)
+        return {"ring": SimpleNamespace(forward=1.0, both=2.0 + given[-1])}
+
+    def in_grid(shards, width, *given):
+        assert (shards, width, *given) == ("shards", 3, *told)
+        return SimpleNamespace(forward=0.5, both=0.25)
+
+    monkeypatch.setattr(parallel.cost, "times", times)
+    monkeypatch.setattr(parallel.cost, "in_grid", in_grid)
+    facts = {"mask": "mask", "heads": (4, 2), "layout": "layout", "strategy": "ring"}
+    grid = SimpleNamespace(shards="shards", row=SimpleNamespace(ranks=3))
+    for more, want in (
+        ({"grid": None, "peers": None}, (1000, 2000)),
+        ({"grid": None, "peers": "some"}, (1000, 3000)),
+        ({"grid": grid, "peers": None}, (500, 250)),
+    ):
+        assert parallel.predicted(SimpleNamespace(**facts, **more)) == want
+
+
+def test_tokens_are_timed_on_their_way_out_and_back(monkeypatch):
+    said = []
+
+    def shard(x):
+        said.append(("shard", x))
+        return f"part of {x}"
+
+    made = SimpleNamespace(shard=shard, unshard=lambda x: said.append(("unshard", x)))
+    monkeypatch.setattr(parallel, "_median", lambda call: (call(), float(len(said)))[1])
+    whole: Any = "q"
+    out: Any = "out"
+    assert parallel.token_times(made, whole, out) == (2.0, 3.0)
+    assert said == [("shard", "out"), ("shard", "q"), ("unshard", "part of out")]
+
+
+@pytest.mark.parametrize("ranks_begin_at_once", [True, False])
+def test_a_decode_is_timed_by_calls_and_by_graphs_after_one_of_each(
+    ranks_begin_at_once, monkeypatch
+):
+    order, taken = [], iter([*range(5), *range(10, 15)])
+
+    def timed(run, together):
+        assert together is ranks_begin_at_once
+        order.append("timed")
+        run()
+        return next(taken)
+
+    monkeypatch.setattr(parallel, "MOST", 5)
+    monkeypatch.setattr(parallel, "_timed", timed)
+    monkeypatch.setattr(parallel, "captured", lambda call: lambda: order.append("replay"))
+    assert parallel._decoded(lambda: order.append("call"), ranks_begin_at_once) == [2, 12]
+    each = [["call"] + ["timed", "call"] * 5, ["replay"] + ["timed", "replay"] * 5]
+    assert order == sum(each, [])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_decodes_keys_are_dealt_out_in_the_ranks_order(rank, one, monkeypatch):
+    """The first has keys of its own in front and the line; the time of others counts, too."""
+    sent: dict[int, list] = {}
+    one.get_rank = lambda: rank
+    one.get_world_size = lambda: 3
+    one.send = lambda x, other: sent.setdefault(other, []).append(x)
+    one.recv = lambda x, other: x.fill_(7 + other)
+    one.all_reduce = lambda tensor, op: tensor.mul_(2)
+    wholes, parts = [], []
+
+    def whole(q, k, v):
+        wholes.append((k, v))
+        return q
+
+    def spread(q, k, v):
+        parts.append((k, v))
+        return q
+
+    def decoded(call, together):
+        calls.append(together)
+        call()
+        return [8.0, 12.0] if not together else [2.0, 1.0]
+
+    calls: list[bool] = []
+    monkeypatch.setattr(parallel, "HEADS", 2)
+    monkeypatch.setattr(parallel, "HEADS_K", 1)
+    monkeypatch.setattr(parallel, "DIM", 4)
+    monkeypatch.setattr(parallel, "flash_attn_with_kvcache", whole)
+    monkeypatch.setattr(parallel, "attention_with_kvcache", spread)
+    monkeypatch.setattr(parallel, "_decoded", decoded)
+    line = parallel.decode_row(2, 5, CPU)
+    assert {x.shape for both in parts for x in both} == {(2, 5, 1, 4)}
+    if rank:
+        assert line == "" and calls == [True] and not wholes
+        assert all((x == 7).all() for both in parts for x in both)
+        return
+    assert calls == [False, True]
+    assert [*map(float, line.removeprefix("decode, 2 x 5 keys a GPU").split())] == pytest.approx(
+        [8, 4, 0.667, 12, 2, 2]
+    )
+    for i, x in enumerate(wholes[0]):
+        assert torch.equal(torch.cat([parts[0][i], sent[1][i], sent[2][i]], 1), x)
+    assert not torch.equal(*wholes[0])
+    assert all(x.is_contiguous() for x in (*sent[1], *sent[2], *parts[0]))
