@@ -90,12 +90,13 @@ def serving(compiles, idle_seconds: float = 60.0) -> Iterator[Asked]:
         mock.patch.dict(sys.modules, {COMPILES: made}),
         mock.patch.object(worker, "_end", asked.end),
         mock.patch.object(worker, "_listen", listens),
-        mock.patch.object(worker, "_prefer_to_be_killed"),
+        mock.patch.object(worker, "_prefer_to_be_killed") as prefers,
         mock.patch.object(worker, "SimpleQueue", lambda: queue),
         mine,
     ):
         thread.start()
         yield asked
+        prefers.assert_called_once_with()
         mine.close()
         asked.wait_for_the_end()
         # It has nobody to answer.
