@@ -138,7 +138,7 @@ def test_sequences_of_a_decode_lie_within_pages_of_their_own():
     assert sorted(table.flatten().tolist()) == list(range(64))
     assert table.flatten().tolist() != list(range(64))
     assert table.dtype == lengths.dtype == torch.int32
-    assert 0 < lengths.min() and lengths.max() < table.shape[1] * host.PAGE
+    assert lengths.min() > 0 and lengths.max() < table.shape[1] * host.PAGE
 
 
 def test_rows_of_gradients_are_of_the_same_forwards():
