@@ -239,16 +239,19 @@ def test_a_process_of_its_own_serves_the_socket_that_it_is_given_for_so_long(tmp
     mine, theirs = socket.socketpair()
     with mine:
         with theirs:
-            command = [sys.executable, "-c", _PROCESS, COMPILES, str(theirs.fileno()), "0.5"]
+            # Far from how many seconds it waits.
+            place = os.dup2(theirs.fileno(), 120)
+            command = [sys.executable, "-c", _PROCESS, COMPILES, str(place), "0.5"]
             path = os.pathsep.join(
                 [str(Path(heedful.__file__).parents[1]), *filter(None, sys.path)]
             )
             process = subprocess.Popen(
                 command,
                 env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path / "its")},
-                pass_fds=[theirs.fileno()],
+                pass_fds=[place],
                 start_new_session=True,
             )
+            os.close(place)
         (tmp_path / "its").mkdir()
         asked = Asked(mine)
         assert asked.next(60)[0] == HELLO
