@@ -297,7 +297,9 @@ def test_a_worker_that_does_not_begin_says_why_and_leaves_nothing(name, started,
 def test_no_python_to_start_is_said_and_other_errors_pass(started, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "")
-        with pytest.raises(CompileError, match=r"no Python of its own to start \(sys.executable\)"):
+        with pytest.raises(
+            CompileError, match=r"no Python of its own to start \(sys.executable\); `"
+        ):
             started.worker()
     started.compiler.root.rmdir()
     with pytest.raises(CompileError, match="No such file"):
