@@ -22,13 +22,19 @@ from heedful.cli.validate import validate
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import plan
 from heedful.emulator import At, emulate
 from heedful.emulator.clock.constants import CONSTANTS, SLOT, constant
 from heedful.emulator.clock.work import work_of
 from heedful.launch import compiler
+from heedful.launch.code.artifact import Parameter
 from heedful.launch.program.bound import numbers_of
+from heedful.launch.program.programs import program
+from heedful.launch.spec import KernelCall, KernelRef, Pointer, Program, Scalar
 from heedful.validation import micro, on_device, sensors
+from heedful.validation import predicted as predicting
 from heedful.validation.predicted import _values as values_of
+from heedful.validation.predicted import predicted
 from support.runs import standin
 
 CHIPS = {"gfx942": "MI300X", "gfx950": "MI355X"}
@@ -82,9 +88,9 @@ def test_atomics_add_to_neighbours_from_places_of_their_own():
     call = micro.call_of(named("gfx942", "atomics"), rounds, programs)
     sums = emulated("gfx942")(call)[1].view(np.float32)
     want = np.zeros_like(sums)
-    for program in range(programs):
+    for number in range(programs):
         for i in range(rounds):
-            first = (program * micro.LANES * 61 + i * micro.LANES) % len(want)
+            first = (number * micro.LANES * 61 + i * micro.LANES) % len(want)
             want[first : first + micro.LANES] += 1
     assert np.array_equal(sums, want)
 
@@ -340,3 +346,68 @@ def test_other_arrays_of_a_prediction_are_0_and_never_empty():
     assert not values_of(ArraySpec.contiguous((5,), "int32")).any()
     assert values_of(ArraySpec.contiguous((5,), "int32")).nbytes == 20
     assert values_of(ArraySpec.contiguous((0,), "int32")).nbytes == 1
+
+
+def test_a_prediction_is_of_what_arrays_hold_and_of_workspaces():
+    problem = AttentionProblem.dense(2, 1, 256, 2, 1, 64, used_k=True, num_splits=2)
+    chosen = plan(problem, by_name("MI300X"))
+    assert program(chosen, "forward").workspaces
+    few, most = (
+        predicted(chosen, "forward", {"seqused_k": np.full(2, used, np.int32)}).seconds
+        for used in (16, 256)
+    )
+    assert 0 < 2 * few < most
+    with pytest.raises(ValueError, match=r"contents\['seqused_k'\] must have 8 bytes, got 16"):
+        predicted(chosen, "forward", {"seqused_k": np.full(2, 16, np.int64)})
+
+
+def test_a_prediction_of_several_launches_is_their_sum_each_with_its_own_arguments(monkeypatch):
+    """Of a stand-in for the clock: what it is told."""
+    given, seconds = [], iter([3.0, 4.0])
+
+    def predict_time(artifact, grid, args, **options):
+        given.append((artifact, grid, args, options))
+        time = next(seconds)
+        return (SimpleNamespace(seconds=time, range=(time - 1, time + 2)), "more")
+
+    names = ("x", "n", "scale", "whole", "constant")
+    types = ("*fp32", "i32", "fp32", "fp32", "i32")
+    parameters = tuple(Parameter(*pair, 0) for pair in zip(names, types, strict=True))
+    made = SimpleNamespace(parameters=parameters)
+    monkeypatch.setattr(compiler, "artifact", lambda call, arch: made)
+    monkeypatch.setattr(predicting, "predict_time", predict_time)
+    arguments = {
+        "x": Pointer("out", "float32"),
+        "n": Scalar(7),
+        "scale": Scalar(0.5, "fp32"),
+        "whole": Scalar(3, "fp32"),
+        "constant": 5,
+    }
+    monkeypatch.setattr(KernelCall, "reads", frozenset({"q", "out"}))
+    monkeypatch.setattr(KernelCall, "writes", frozenset({"out"}))
+    calls = tuple(
+        KernelCall(KernelRef("m", name), grid, arguments)
+        for name, grid in (("one", (2, 3, 1)), ("two", (1, 2, 5)))
+    )
+    arrays = {name: np.zeros(n, np.uint8) for name, n in (("q", 8), ("out", 16), ("k", 99))}
+    told = predicting.of_program(Program(calls), "gfx942", arrays, 8, 2.5)
+    assert [name for name, _ in told.launches] == ["one", "two"]
+    assert (told.low, told.seconds, told.high) == (5, 7, 11)
+    assert [p.seconds for _, p in told.launches] == [3, 4]
+    for (artifact, grid, args, options), call, count in zip(given, calls, (6, 8), strict=True):
+        assert artifact is made and grid == call.grid
+        assert args[0].array is arrays["out"] and args[1:] == [7, 0.5, 3.0, None]
+        assert [type(x) for x in args[1:4]] == [int, float, float]
+        # Once each: what is read and written, too.
+        assert options == {"workgroups": count, "memory_bytes": 24, "checks": (), "window": 2.5}
+
+
+def test_a_launch_is_predicted_with_the_rounds_that_it_has_on_hardware():
+    probe = named("gfx942", "clock")
+    told = micro.predicted(probe, "gfx942", 1)
+    rounds = micro.rounds(probe, "gfx942")
+    assert told.seconds == micro.predicted(probe, "gfx942", 1, rounds).seconds
+    assert told.seconds * told.clock_hz == pytest.approx(4e6, rel=0.02)
+    # Twice as many take as much longer as the loop.
+    more = micro.predicted(probe, "gfx942", 1, 2 * rounds).seconds - told.seconds
+    assert more == pytest.approx(rounds * told.clocks * probe.count / told.clock_hz)

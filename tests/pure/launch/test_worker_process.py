@@ -440,3 +440,32 @@ def test_more_at_once_last_as_long_as_they_are_asked_for():
         assert pool._asked == 3
         raise ValueError
     assert pool._asked == 0
+
+
+_FORKS = """
+import os
+from heedful.launch.worker import pool, process
+class Kept:
+    is_running = True
+    def end(self): print("ended", flush=True)
+    def let_go(self): print("let go", flush=True)
+kept = Kept()
+pool._idle["a toolchain"] = [kept]
+process._running.add(kept)
+if not os.fork():
+    print(len(pool._idle), flush=True)
+    os._exit(0)
+os.wait()
+print(len(pool._idle), flush=True)
+"""
+
+
+def test_a_forked_child_has_a_pool_of_its_own_and_the_end_of_a_process_ends_its_workers():
+    paths = [str(Path(heedful.__file__).parents[1]), *filter(None, sys.path)]
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKS],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split("\n") == ["let go", "0", "1", "ended", ""], done.stderr
