@@ -400,6 +400,29 @@ def test_a_prediction_of_several_launches_is_their_sum_each_with_its_own_argumen
         assert [type(x) for x in args[1:4]] == [int, float, float]
         # Once each: what is read and written, too.
         assert options == {"workgroups": count, "memory_bytes": 24, "checks": (), "window": 2.5}
+    seconds = iter([3.0, 4.0])
+    predicting.of_program(Program(calls), "gfx942", arrays)
+    assert [(more["workgroups"], more["window"]) for *_, more in given[2:]] == [(1, 0.0)] * 2
+
+
+def test_a_plans_program_is_predicted_with_as_many_workgroups_and_events_as_are_asked_for(
+    monkeypatch,
+):
+    asked = []
+    monkeypatch.setattr(predicting, "of_program", lambda *given: asked.append(given))
+    chosen = plan(AttentionProblem.dense(1, 64, 64, 1, 1, 64, needs_grad=True), by_name("MI300X"))
+    predicted(chosen, "backward")
+    predicted(chosen, "backward", workgroups=3, window=2.0)
+    assert [given[3:] for given in asked] == [(1, 0.0), (3, 2.0)]
+    made, arch, arrays, *_ = asked[0]
+    assert (arch, [c.kernel.function for c in made.calls]) == (
+        "gfx942",
+        ["query_gradients", "key_gradients"],
+    )
+    names = {"q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv"}
+    assert {*arrays} == names | {w.name for w in made.workspaces}
+    assert not any(arrays[w.name].any() for w in made.workspaces)
+    assert arrays["lse"].nbytes == 64 * 4 and arrays["dq"].nbytes == 64 * 64 * 2
 
 
 def test_a_launch_is_predicted_with_the_rounds_that_it_has_on_hardware():

@@ -49,7 +49,7 @@ class Asked:
     """The end of the channel that asks. ends: how often the worker ended itself."""
 
     def __init__(self, channel: socket.socket):
-        self.channel, self.ends = channel, 0
+        self.channel, self.ends, self.listens_aside = channel, 0, False
 
     def next(self, seconds: float = 20.0) -> tuple[bytes, bytes]:
         return receive(self.channel, time.monotonic() + seconds)
@@ -82,6 +82,8 @@ def serving(compiles, idle_seconds: float = 60.0) -> Iterator[Asked]:
     listen = worker._listen
 
     def listens(*args) -> None:
+        # Where the one that compiles fails, it alone does not keep the process.
+        asked.listens_aside = threading.current_thread().daemon
         with suppress(Over):
             listen(*args)
 
@@ -99,6 +101,7 @@ def serving(compiles, idle_seconds: float = 60.0) -> Iterator[Asked]:
         prefers.assert_called_once_with()
         mine.close()
         asked.wait_for_the_end()
+        assert asked.listens_aside
         # It has nobody to answer.
         queue.put(b"")
         thread.join(20)
