@@ -434,3 +434,73 @@ def test_a_launch_is_predicted_with_the_rounds_that_it_has_on_hardware():
     # Twice as many take as much longer as the loop.
     more = micro.predicted(probe, "gfx942", 1, 2 * rounds).seconds - told.seconds
     assert more == pytest.approx(rounds * told.clocks * probe.count / told.clock_hz)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arch", "has"),
+    [("cuda", "gfx942", 1), ("cuda", "gfx950", 1), ("cuda", "sm_90", 0), ("cpu", "gfx942", 0)],
+)
+def test_a_clock_is_there_for_chips_that_have_micro_kernels(kind, arch, has, monkeypatch):
+    monkeypatch.setattr(on_device, "device_spec", lambda device: SimpleNamespace(arch=arch))
+    assert on_device.has_clock(torch.device(kind)) is bool(has)
+    if has:
+        assert on_device.count(torch.device(kind)) == len(micro.probes(arch))
+
+
+def test_a_micro_kernel_that_fails_says_why_and_the_others_are_measured(stand_in, monkeypatch):
+    """On all compute units, with as many rounds as are predicted."""
+    asked: list[Any] = []
+    predicted, probes = micro.predicted, micro.probes(stand_in.arch)
+
+    def measured(probe, programs, iterations, launch):
+        asked.append((probe, programs, iterations, launch))
+        if probe is probes[1]:
+            raise RuntimeError("no such instruction\nat all")
+        return micro.Measured(2.0, 3.0, 4.0)
+
+    def noted(probe, arch, units, iterations):
+        assert (arch, units, iterations) == (stand_in.arch, stand_in.units, 2)
+        return predicted(probe, arch, 2, iterations)
+
+    summary = {"power_w": {"low": 1.0}}
+    monkeypatch.setattr(micro, "measured", measured)
+    monkeypatch.setattr(micro, "predicted", noted)
+    monkeypatch.setattr(on_device, "launcher", lambda device, arch: (device, arch))
+    monkeypatch.setattr(sensors, "summary", lambda samples: summary)
+    found = list(on_device.micro_kernels(CPU))
+    launch = CPU, stand_in.arch
+    assert asked == [(probe, stand_in.units, 2, launch) for probe in probes]
+    for record, probe in zip(found, probes, strict=True):
+        facts = {"name": probe.name, "words": probe.words, "unit": probe.unit, "rounds": 2}
+        assert {key: record.pop(key) for key in facts} == facts
+        assert {*record.pop("predicted")} == {"seconds", "clocks", "clock_hz"}
+    seen = {"measured": {"seconds": 2.0, "clocks": 3.0, "clock_hz": 4.0}, "samples": summary}
+    assert found == [seen, {"failed": "RuntimeError: no such instruction"}, seen]
+
+
+@pytest.mark.parametrize(("causal", "workgroups"), [(False, 1), (True, 6)])
+def test_unequal_workgroups_are_predicted_from_several(causal, workgroups, stand_in, monkeypatch):
+    asked: list[Any] = []
+
+    def told(chosen, direction, workgroups):
+        asked.append((chosen.backend, direction, workgroups))
+        launch = SimpleNamespace(facts=lambda: {"seconds": 5.0})
+        return SimpleNamespace(seconds=2.0, low=1.0, high=3.0, launches=[("one", launch)])
+
+    monkeypatch.setattr(on_device, "predicted", told)
+    problem = AttentionProblem.dense(1, 64, 64, 1, 1, 64, causal=causal, needs_grad=True)
+    figures = [Figure(peer, Spread(8.0, 7.0, 9.0)) for peer in ("heedful", "heedful:portable")]
+    outcome = Outcome(Case("backward", problem, "backward"), None, figures)
+    found = list(on_device.predictions(outcome, CPU))
+    assert [told[1:] for told in asked] == [("backward", workgroups)] * 2
+    assert asked[1][0] == "portable"
+    for record, peer in zip(found, ("heedful", "heedful:portable"), strict=True):
+        assert record == {
+            "case": outcome.case.name,
+            "peer": peer,
+            "measured_us": 8.0,
+            "predicted_us": 2e6,
+            "predicted_low_us": 1e6,
+            "predicted_high_us": 3e6,
+            "launches": [{"kernel": "one", "seconds": 5.0}],
+        }
