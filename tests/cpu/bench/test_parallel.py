@@ -2,11 +2,9 @@
 for all, and devices are the CPU.
 """
 
-import math
-from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -32,6 +30,13 @@ def test_log_normal_lengths_fill_the_batch_and_are_the_same_again():
     found = log_normal(64, 65536, 1)
     assert sum(found) == 65536 and min(found) >= 1
     assert found == log_normal(64, 65536, 1) != log_normal(64, 65536, 2)
+
+
+def test_each_length_is_its_share_of_the_whole_and_the_longest_has_the_rest():
+    drawn = np.random.default_rng(3).lognormal(0.0, 1.2, 9)
+    shares = [max(1, int(x * 5000 / drawn.sum())) for x in drawn]
+    shares[shares.index(max(shares))] += 5000 - sum(shares)
+    assert log_normal(9, 5000, 3) == tuple(shares)
 
 
 def test_batches_are_of_one_document_of_many_and_of_a_window_what_says_most_first():
@@ -224,6 +229,13 @@ def test_a_row_has_times_of_both_their_efficiency_balance_and_the_plans_time(
     monkeypatch.setattr(parallel, "token_times", lambda made, q, out: (0.25, 0.125))
     monkeypatch.setattr(parallel, "more_memory", lambda call, made: len(call()))
     monkeypatch.setattr(parallel, "predicted", lambda made: (0.75, 0.5))
+    near, compared = parallel._is_near, []
+
+    def is_near(got, want):
+        compared.append((got - want).mean().item())
+        return near(got, want)
+
+    monkeypatch.setattr(parallel, "_is_near", is_near)
     case, measured = Case("a case", (2, 3), 3), parallel.Links(225e9, 352e9)
     known: dict[str, list[float]] = {}
     found = list(parallel.rows(case, torch.device("cpu"), measured, ways, known))
@@ -235,6 +247,8 @@ def test_a_row_has_times_of_both_their_efficiency_balance_and_the_plans_time(
         assert not found and not known
         return
     assert known == {"a case": [1.0, 3.0, 2.0, 6.0]}
+    # What ranks computed comes first: where it is wrong, it is too large.
+    assert compared == [0.0] * 4 + [pytest.approx(7, rel=1e-2)] * (len(ways) - 2)
     numbers = [1.0, 0.5, 1.0, 3.0, 2.0, 0.75, 2.0, 4.0, 0.25, 6.0, 3.0, 1.0, 0.75, 0.5, 1.25, 500.0]
     numbers += [0.25, 0.125, 225, 352, 5, 3]
     words = f"{'a case':34} {ways[0]:12} {'zigzag':10}"
@@ -339,30 +353,6 @@ def test_a_decode_of_one_rank_has_times_of_both(monkeypatch, tmp_path):
         dist.destroy_process_group()
 
 
-def test_memory_of_a_call_is_its_peak_beside_what_was_there_and_what_ranks_share(monkeypatch):
-    events, held = [], {"now": 5 * 2**20, "peak": 99 * 2**20}
-
-    def call():
-        events.append("call")
-        held["peak"] += 3 * 2**20
-
-    def reset():
-        events.append("reset")
-        held["peak"] = held["now"]
-
-    for name, function in {
-        "synchronize": lambda: events.append("wait"),
-        "reset_peak_memory_stats": reset,
-        "memory_allocated": lambda: held["now"],
-        "max_memory_allocated": lambda: held["peak"],
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, function)
-    assert parallel.more_memory(call, SimpleNamespace(peers=None)) == 3
-    assert parallel.more_memory(call, object()) == 3
-    assert parallel.more_memory(call, SimpleNamespace(peers=SimpleNamespace(size=2**21))) == 5
-    assert events == ["wait", "reset", "call", "wait"] * 3
-
-
 def test_a_time_is_the_median_of_the_slowest_rank_after_a_first_call(one, monkeypatch):
     tensor, calls, taken = (
         torch.tensor,
@@ -380,46 +370,6 @@ def test_a_time_is_the_median_of_the_slowest_rank_after_a_first_call(one, monkey
     assert parallel._median(lambda: calls.append("first")) == 6
     assert one.reduced == [parallel.dist.ReduceOp.MAX]
     assert next(given, None) is None
-
-
-def test_a_call_is_captured_after_a_run_of_its_own_on_the_stream_that_waits(monkeypatch):
-    order, within = [], []
-
-    class Stream:
-        def wait_stream(self, other):
-            order.append(("waits for", other))
-
-    @contextmanager
-    def entered(*what, **more):
-        within.append((what, more))
-        yield
-        within.pop()
-
-    graphs = []
-
-    class Graph:
-        def __init__(self):
-            graphs.append(self)
-
-        def replay(self):
-            order.append("replay")
-
-    for name, value in {
-        "Stream": Stream,
-        "CUDAGraph": Graph,
-        "current_stream": lambda: "the callers",
-        "stream": lambda stream: entered(stream),
-        "graph": lambda graph, **more: entered(graph, **more),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    replay = parallel.captured(lambda: order.append(("call", within[-1], len(within))))
-    first, (_, ((stream,), none), depth), (_, capture, _) = order
-    assert first == ("waits for", "the callers") and isinstance(stream, Stream)
-    assert (none, depth, len(graphs)) == ({}, 1, 1)
-    how = {"stream": stream, "capture_error_mode": "thread_local"}
-    assert capture == ((graphs[0],), how) and not within
-    replay()
-    assert order[3:] == ["replay"]
 
 
 def test_links_send_each_rank_as_much_and_copy_from_every_other_after_an_event(one, monkeypatch):
@@ -470,90 +420,6 @@ def test_links_send_each_rank_as_much_and_copy_from_every_other_after_an_event(o
     assert done == ["swapped", "copied"]
 
 
-class Other(parallel.Peer):
-    """Somebody else's schedule: the batch's last rows are this rank's."""
-
-    def __init__(self, lengths=(4,), window=-1):
-        self.given, self.rows = (lengths, window), torch.tensor([2, 3])
-
-    def call(self, q, k, v):
-        return q - k + v
-
-
-def test_others_schedules_are_planned_at_once_spread_their_way_and_predict_nothing(monkeypatch):
-    monkeypatch.setitem(parallel.PEERS, "other", Other)
-    made, took = parallel.planned(Case("a case", (3, 1), 7), "other")
-    assert made.given == ((3, 1), 7) and took == 0
-    rows = [torch.arange(4.0).reshape(4, 1) * step for step in (1, 10, 100, 1000)]
-    work = parallel.spread(Case("one", (4,)), made, rows[:3], rows[3])
-    assert work.forward().flatten().tolist() == [2 - 20 + 200, 3 - 30 + 300]
-    # dout's rows are this rank's, too.
-    assert [grad.flatten().tolist() for grad in work.both()] == [
-        [2000, 3000],
-        [-2000, -3000],
-        [2000, 3000],
-    ]
-    assert all(map(math.isnan, parallel.predicted(made)))
-
-
-def test_a_plan_is_predicted_by_its_strategy_or_its_grid_in_milliseconds(monkeypatch):
-    told = "mask", (4, 2), (parallel.DIM, parallel.DIM), 2
-
-    def times(layout, *given):
-        assert (layout, *given[:-1]) == ("layout", *told)
-        return {"ring": SimpleNamespace(forward=1.0, both=2.0 + given[-1])}
-
-    def in_grid(shards, width, *given):
-        assert (shards, width, *given) == ("shards", 3, *told)
-        return SimpleNamespace(forward=0.5, both=0.25)
-
-    monkeypatch.setattr(parallel.cost, "times", times)
-    monkeypatch.setattr(parallel.cost, "in_grid", in_grid)
-    facts = {"mask": "mask", "heads": (4, 2), "layout": "layout", "strategy": "ring"}
-    grid = SimpleNamespace(shards="shards", row=SimpleNamespace(ranks=3))
-    for more, want in (
-        ({"grid": None, "peers": None}, (1000, 2000)),
-        ({"grid": None, "peers": "some"}, (1000, 3000)),
-        ({"grid": grid, "peers": None}, (500, 250)),
-    ):
-        assert parallel.predicted(SimpleNamespace(**facts, **more)) == want
-
-
-def test_tokens_are_timed_on_their_way_out_and_back(monkeypatch):
-    said = []
-
-    def shard(x):
-        said.append(("shard", x))
-        return f"part of {x}"
-
-    made = SimpleNamespace(shard=shard, unshard=lambda x: said.append(("unshard", x)))
-    monkeypatch.setattr(parallel, "_median", lambda call: (call(), float(len(said)))[1])
-    whole: Any = "q"
-    out: Any = "out"
-    assert parallel.token_times(made, whole, out) == (2.0, 3.0)
-    assert said == [("shard", "out"), ("shard", "q"), ("unshard", "part of out")]
-
-
-@pytest.mark.parametrize("ranks_begin_at_once", [True, False])
-def test_a_decode_is_timed_by_calls_and_by_graphs_after_one_of_each(
-    ranks_begin_at_once, monkeypatch
-):
-    order, taken = [], iter([*range(5), *range(10, 15)])
-
-    def timed(run, together):
-        assert together is ranks_begin_at_once
-        order.append("timed")
-        run()
-        return next(taken)
-
-    monkeypatch.setattr(parallel, "MOST", 5)
-    monkeypatch.setattr(parallel, "_timed", timed)
-    monkeypatch.setattr(parallel, "captured", lambda call: lambda: order.append("replay"))
-    assert parallel._decoded(lambda: order.append("call"), ranks_begin_at_once) == [2, 12]
-    each = [["call"] + ["timed", "call"] * 5, ["replay"] + ["timed", "replay"] * 5]
-    assert order == sum(each, [])
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_decodes_keys_are_dealt_out_in_the_ranks_order(rank, one, monkeypatch):
     """The first has keys of its own in front and the line; the time of others counts, too."""
@@ -599,3 +465,22 @@ def test_a_decodes_keys_are_dealt_out_in_the_ranks_order(rank, one, monkeypatch)
         assert torch.equal(torch.cat([parts[0][i], sent[1][i], sent[2][i]], 1), x)
     assert not torch.equal(*wholes[0])
     assert all(x.is_contiguous() for x in (*sent[1], *sent[2], *parts[0]))
+
+
+def test_the_tensors_of_a_batch_are_the_same_on_every_rank(one, monkeypatch):
+    drawn = []
+
+    def alone(case, tensors, dout, times):
+        drawn.append([*tensors, dout])
+        return None, times
+
+    monkeypatch.setattr(parallel, "alone", alone)
+    monkeypatch.setattr(parallel, "DIM", 8)
+    measured = parallel.Links(1.0, 1.0)
+    for _ in range(2):
+        assert not [*parallel.rows(Case("a", (2, 3)), CPU, measured, [], {})]
+    first, again = drawn
+    assert all(map(torch.equal, first, again)) and not torch.equal(first[1], first[2])
+    heads = [parallel.HEADS, parallel.HEADS_K, parallel.HEADS_K, parallel.HEADS]
+    assert [x.shape for x in first] == [(5, count, 8) for count in heads]
+    assert {x.dtype for x in first} == {torch.bfloat16}
