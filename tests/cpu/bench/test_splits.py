@@ -131,6 +131,8 @@ def test_what_fails_says_why_and_the_rest_is_timed():
         ({1: 90, 2: 50, 4: 30, 8: 46, 16: 47, 32: 20}, 32, [1, 2, 4, 8, 16, 32]),
         # The chosen one has its figure in any case, and others behind it have none.
         ({1: 90, 2: 10, 4: 30, 8: 40, 16: 50, 32: 60, 64: 70}, 32, [1, 2, 4, 8, 32]),
+        # Ever longer, but not slow.
+        ({1: 10, 2: 11, 4: 12, 8: 13, 16: 14}, 1, [1, 2, 4, 8, 16]),
         # Slow, but not slower than before.
         ({1: 90, 2: 10, 4: 30, 8: 20, 16: 30}, 1, [1, 2, 4, 8, 16]),
     ],
