@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -430,6 +430,28 @@ def test_without_a_folder_for_turns_kernels_compile_all_the_same(started, monkey
     with caplog.at_level("WARNING", logger="heedful.worker"):
         assert pool.compile_artifact(CALLED, "sm_90") == artifact(b"sm_90")
     assert "no room for you" in caplog.text
+    pool.end_all()
+
+
+def test_a_start_is_logged_and_turns_are_taken_where_users_have_no_number(
+    started, monkeypatch, caplog
+):
+    monkeypatch.delattr(os, "getuid")
+    folders: list[Path] = []
+
+    @contextmanager
+    def turns(path, create):
+        folders.append(path)
+        yield SimpleNamespace(lock=lambda *names, patience_s: nullcontext())
+
+    monkeypatch.setattr(pool, "Folder", turns)
+    monkeypatch.setattr(process, "Folder", lambda *_, **__: SimpleNamespace(__exit__=lambda: None))
+    started.talk(makes)
+    with caplog.at_level("INFO", logger="heedful.worker"):
+        pool.compile_artifact(CALLED, "sm_90")
+    assert folders == [started.temporary / "heedful-workers-user"]
+    said = f"starting a worker process: {started.compiler.words()}"
+    assert [(r.name, r.getMessage()) for r in caplog.records] == [("heedful.worker", said)]
     pool.end_all()
 
 
