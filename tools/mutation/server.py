@@ -120,8 +120,9 @@ class Server:
 
 
 class Chosen:
-    """A pytest plugin: of what is collected these tests, in this order. A bug may change what a
-    case is called. That is no failure: all cases of its test take its place.
+    """A pytest plugin: of what is collected these tests, in this order; a file stands for all of
+    its tests. A bug may change what a case is called. That is no failure: all cases of its test
+    take its place.
 
     each: how many seconds of processor time a test may take, a few times as many of any other. A
     test that takes longer spins or waits for ever, and ends its process.
@@ -152,12 +153,13 @@ class Chosen:
 
     def pytest_collection_modifyitems(self, items: list) -> None:
         by_id = {item.nodeid: item for item in items}
-        by_function: dict[str, list] = {}
+        groups: dict[str, list] = {}
         for item in items:
-            by_function.setdefault(item.nodeid.split("[")[0], []).append(item)
+            groups.setdefault(item.nodeid.split("::")[0], []).append(item)
+            groups.setdefault(item.nodeid.split("[")[0], []).append(item)
         found = {}
         for test in self._tests:
-            cases = [by_id[test]] if test in by_id else by_function.get(test.split("[")[0], [])
+            cases = [by_id[test]] if test in by_id else groups.get(test.split("[")[0], [])
             found |= {item.nodeid: item for item in cases}
         items[:] = found.values()
 

@@ -106,8 +106,7 @@ def _bytes(spec: ArraySpec) -> int:
 
 def _values(spec: ArraySpec) -> np.ndarray:
     """The bytes of an array: normal values of its dtype, or zeros."""
-    count = _bytes(spec)
-    array = np.zeros(max(count, 1), np.uint8)
+    count = max(_bytes(spec), 1)
     normal = np.random.default_rng(0).standard_normal(_VALUES).astype(np.float32)
     match spec.dtype:
         case "float32":
@@ -122,7 +121,5 @@ def _values(spec: ArraySpec) -> np.ndarray:
                 np.uint8
             )
         case _:
-            return array
-    for first in range(0, count, some.size):
-        array[first : first + some.size] = some[: count - first]
-    return array
+            return np.zeros(count, np.uint8)
+    return np.resize(some, count)  # again and again

@@ -78,3 +78,75 @@ def test_a_line_has_microseconds_and_the_ratio_where_a_row_has_one(monkeypatch, 
     host.main()
     shown = capsys.readouterr().out.splitlines()
     assert shown == [f"{'a':30}    12.3   1.500", f"{'b':30}     5.0"]
+
+
+# By row: the shapes of its tensors, those that its call is told by name, and the row beside it.
+QKV = [(1, host.TOKENS, host.HEADS, host.DIM)] * 3
+HEADS_FIRST = [(1, host.HEADS, host.TOKENS, host.DIM)] * 3
+STEP, PAGES = (4, 1, 8, 64), (64, 16, 8, 64)
+LENGTHS = {"cache_seqlens": (4,), "block_table": (4, 16)}
+ROTARY = {"rotary_cos": (256, 32), "rotary_sin": (256, 32)}
+BACKWARD = [(1, host.TOKENS, host.HEADS, host.DIM)] * 5
+ROWS = {
+    "sdpa, heads first": (HEADS_FIRST, {}, ""),
+    "sdpa": (QKV, {}, ""),
+    "forward": (QKV, {}, "sdpa"),
+    "sdpa, with gradients": (QKV, {}, ""),
+    "forward, with gradients": (QKV, {}, "sdpa, with gradients"),
+    "sdpa, backward": (BACKWARD, {}, ""),
+    "backward": (BACKWARD, {}, "sdpa, backward"),
+    "decode over pages": ([STEP, PAGES, PAGES], LENGTHS, "sdpa"),
+    "decode, appended": ([STEP, PAGES, PAGES, STEP, STEP], LENGTHS, "sdpa"),
+    "decode, appended with rotary": (
+        [STEP, PAGES, PAGES, STEP, STEP],
+        LENGTHS | ROTARY,
+        "sdpa",
+    ),
+}
+
+
+def _leaves(given):
+    for x in given:
+        yield from _leaves(x) if isinstance(x, tuple) else [x]
+
+
+def test_rows_take_bfloat16_of_these_shapes_on_the_device():
+    # What is made on no device in particular would lie elsewhere.
+    with torch.device("meta"):
+        found = host.rows(CPU, sets=1)
+    assert list(found) == list(ROWS)
+    for name, (shapes, named, beside) in ROWS.items():
+        (call,) = found[name].calls
+        tensors = [*_leaves(call.args)]
+        told = {key: x for key, x in call.keywords.items() if isinstance(x, torch.Tensor)}
+        assert [tuple(x.shape) for x in tensors] == shapes, name
+        assert {key: tuple(x.shape) for key, x in told.items()} == named
+        assert {x.device for x in (*tensors, *told.values())} == {CPU}
+        assert {x.dtype for x in tensors} == {torch.bfloat16}
+        assert found[name].beside == beside
+        needs = "gradients" in name or "backward" in name
+        assert all(x.requires_grad for x in tensors[:4]) is needs, name
+        assert (call.keywords.get("causal"), call.keywords.get("retain_graph")) == (
+            True if "decode" in name else None,
+            True if "backward" in name else None,
+        )
+
+
+def test_sequences_of_a_decode_lie_within_pages_of_their_own():
+    call = host.rows(CPU, sets=1)["decode over pages"].calls[0]
+    table, lengths = (call.keywords[name] for name in ("block_table", "cache_seqlens"))
+    assert sorted(table.flatten().tolist()) == list(range(64))
+    assert table.flatten().tolist() != list(range(64))
+    assert table.dtype == lengths.dtype == torch.int32
+    assert lengths.min() > 0 and lengths.max() < table.shape[1] * host.PAGE
+
+
+def test_rows_of_gradients_are_of_the_same_forwards():
+    """Of one result each: sdpa and ours differ by their roundings alone."""
+    torch.manual_seed(0)
+    found = host.rows(CPU, sets=1)
+    for name, row in found.items():
+        if row.beside and "decode" not in name:
+            own, other = (_tensors(x.calls[0]()) for x in (row, found[row.beside]))
+            for x, y in zip(own, other, strict=True):
+                torch.testing.assert_close(x, y)

@@ -11,8 +11,10 @@ from torch.nn.attention import SDPBackend
 
 from heedful.bench import lengths
 from heedful.bench import training as bench
+from heedful.core.planning.plan import plan
 from heedful.demo import attention, training
 from heedful.demo.training import Run
+from heedful.torch.eager import backends
 
 GPU = torch.device("cuda", 3)
 
@@ -154,3 +156,26 @@ def test_rounds_of_training_begin_behind_the_steps_that_compile():
     """Ten rounds: of 25 steps, two each behind the first five."""
     theirs = [0.0] * 5 + [float(2 + step // 2) for step in range(20)]
     assert bench.ratio(theirs, [1.0] * 25) == (6.5, 2.0)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("make", [lengths.dense, lengths.packed])
+def test_calls_that_are_timed_as_new_are_of_known_kinds(make, grad, monkeypatch):
+    pytest.importorskip("triton")
+    from support.runs import standin
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(lengths, "CALLS", 12)
+    planned = []
+    monkeypatch.setattr(backends, "plan", lambda *a: planned.append(a) or plan(*a))
+    with standin.gpu("H200") as gpu:
+
+        def call(length: int):
+            made = make(length, torch.device("cpu"), grad)
+            return lengths.with_backward(made) if grad else made
+
+        times = lengths.known_and_new(call, torch.device("cpu"))
+        assert len(gpu.launches) >= 3 * 12 and all(time > 0 for time in times)
+        assert 0 < len(planned) <= 4
+    with standin.gpu("H200"):
+        assert lengths.median_us([lengths.sdpa(512, torch.device("cpu"))], torch.device("cpu")) > 0

@@ -137,3 +137,86 @@ def test_the_share_is_of_the_medians(monkeypatch):
         "  one call / two calls: 1.050 of its time",
     ]
     assert list(run("no such batch", CPU, 5)) == []
+
+
+@pytest.mark.parametrize("prefills_alone", [False, True])
+def test_one_call_is_of_all_sequences_and_two_are_of_each_kind(prefills_alone, monkeypatch):
+    batch = small(BATCHES[2])
+    if prefills_alone:
+        batch = replace(batch, decodes=())
+    t, asked = draw(batch, CPU), []
+    assert t.table is not None
+
+    def call(q, k, v, cu_q, cu_k, longest_q, longest_k, **options):
+        asked.append((q, cu_q, longest_q, longest_k, options))
+        assert k is t.k and v is t.v and cu_k is None
+        return q
+
+    monkeypatch.setattr(mixed, "flash_attn_varlen_func", call)
+    calls, middle = calls_of(batch, t), len(batch.decodes)
+    kinds = {"decodes alone": slice(0, middle), "prefills alone": slice(middle, middle + 2)}
+    if prefills_alone:
+        del kinds["decodes alone"]
+    assert [*calls] == ["one call", "hopper", "two calls", *kinds]
+    whole = slice(0, middle + 2)
+    for name, parts in {
+        "one call": [whole],
+        "hopper": [whole],
+        "two calls": [*kinds.values()],
+        **{name: [part] for name, part in kinds.items()},
+    }.items():
+        asked.clear()
+        made = calls[name]()
+        returned = made if name == "two calls" else [made]
+        for part, (q, cu_q, longest_q, longest_k, options), got in zip(
+            parts, asked, returned, strict=True
+        ):
+            rows, keys = zip(*batch.sequences[part], strict=True)
+            before = sum(rows for rows, _ in batch.sequences[: part.start])
+            assert got is q and torch.equal(q, t.q[before : before + sum(rows)])
+            assert cu_q.tolist() == [sum(rows[:i]) for i in range(len(rows) + 1)]
+            assert (longest_q, longest_k) == (max(rows), max(keys))
+            assert torch.equal(options.pop("block_table"), t.table[part])
+            assert torch.equal(options.pop("seqused_k"), t.used[part])
+            assert options == {"causal": True, "backend": "hopper" if name == "hopper" else None}
+
+
+def test_drawn_sequences_lie_one_after_the_other_over_shuffled_pages_of_their_own():
+    batch = small(BATCHES[2])
+    t, again, other = draw(batch, CPU), draw(batch, CPU), draw(batch, CPU, 1)
+    rows, keys = zip(*batch.sequences, strict=True)
+    assert t.cu_q is not None and t.table is not None
+    assert t.cu_q.tolist() == [sum(rows[:i]) for i in range(len(rows) + 1)]
+    assert t.used.tolist() == [*keys] and t.used.dtype == t.cu_q.dtype == torch.int32
+    counts = [-(-n // batch.page) for n in keys]
+    pages = [page for row, n in zip(t.table.tolist(), counts, strict=True) for page in row[:n]]
+    assert sorted(pages) == [*range(sum(counts))] != pages
+    assert t.q.shape == (sum(rows), 4, 32) and t.q.dtype == torch.bfloat16
+    assert t.k.shape == t.v.shape == (sum(counts), batch.page, 2, 32)
+    assert not torch.equal(t.k, t.v)
+    assert torch.equal(t.q, again.q) and not torch.equal(t.q, other.q)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_memory_is_given_back_between_batches_of_a_gpu(kind, monkeypatch):
+    done, wanted = [], [batch for batch in BATCHES if "63" in batch.name]
+
+    def measured(batch, device, rounds):
+        assert (device.type, rounds) == (kind, mixed.ROUNDS)
+        done.append(batch)
+        return Row(batch, {}, {})
+
+    monkeypatch.setattr(mixed, "measure", measured)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    assert [*run("63", torch.device(kind))] == [f"{batch.name}:" for batch in wanted]
+    assert done == [x for b in wanted for x in ([b, "emptied"] if kind == "cuda" else [b])]
+
+
+def test_the_words_choose_batches_of_the_current_gpu(monkeypatch):
+    said = []
+    monkeypatch.setattr(mixed.sys, "argv", ["mixed", "pages", "of", "64"])
+    monkeypatch.setattr(mixed.script, "current_gpu", lambda: "a gpu")
+    monkeypatch.setattr(mixed.script, "say", said.append)
+    monkeypatch.setattr(mixed, "run", lambda *what: [f"{what}", "a line"])
+    mixed.main()
+    assert said == ["('pages of 64', 'a gpu')", "a line"]

@@ -88,3 +88,97 @@ def test_the_neighbour_spins_on_its_core_from_before_the_first_call_until_the_la
     monkeypatch.setattr(bench.os, "sched_setaffinity", pin)
     with pytest.raises(RuntimeError, match=r"0 \{5\}"):
         bench._spin(5)
+
+
+def test_cases_are_named_by_their_sizes():
+    assert bench.Case(2, 16).name == "2 x 16"
+    assert bench.Case(2, 16, dropout_p=0.25).name == "2 x 16, dropout 0.25"
+    assert bench.Case(8, 1024, decode=True).name == "decode 8 x 1024, lengths"
+    assert len({case.name for case in bench.CASES}) == len(bench.CASES)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+def test_both_drop_as_much_of_the_same_tensors(dropout_p, monkeypatch):
+    asked: list[Any] = []
+
+    def ours(q, k, v, **options):
+        asked.append(((q, k, v), options))
+        return q + k + v
+
+    def theirs(q, k, v, **options):
+        asked.append(((q, k, v), options))
+        return q + k + v
+
+    monkeypatch.setattr(bench.heedful, "flash_attn_func", ours)
+    monkeypatch.setattr(bench.F, "scaled_dot_product_attention", theirs)
+    both: Any = [step() for step in bench.steps(bench.Case(3, 16, dropout_p=dropout_p))]
+    (mine, options), (other, more) = asked
+    assert options == more == {"dropout_p": dropout_p}
+    for x, y, got, want in zip(mine, other, *both, strict=True):
+        assert x.shape == (3, 16, bench.HEADS, bench.DIM) and x.dtype == torch.float32
+        assert x.requires_grad and torch.equal(x, y.transpose(1, 2))
+        # One gradient for all, and of each output the same.
+        assert torch.equal(got, want) and torch.equal(got, both[0][0])
+
+
+def test_decodes_are_of_lengths_from_a_quarter_to_all_keys(monkeypatch):
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        bench.heedful, "flash_attn_with_kvcache", lambda *given, **more: asked.append((given, more))
+    )
+    ours, _ = bench.steps(bench.Case(4, 40, decode=True))
+    ours()
+    ((q, k, v), options) = asked[0]
+    assert q.shape == (4, 1, bench.HEADS, bench.DIM)
+    assert k.shape == v.shape == (4, 40, bench.HEADS, bench.DIM)
+    lengths = options.pop("cache_seqlens")
+    assert lengths.tolist() == [10, 20, 30, 40] and lengths.dtype == torch.int32
+    assert options == {"causal": True}
+
+
+def test_a_round_calls_for_its_time_and_at_least_once(monkeypatch):
+    took = {"short": iter([1e-3 / 4, 3e-6]), "long": iter([1.0, 0.5])}
+    asked: list[Any] = []
+
+    def seconds(step, calls):
+        asked.append((step(), calls))
+        return next(took[step()])
+
+    monkeypatch.setattr(bench, "_seconds", seconds)
+    monkeypatch.setattr(bench, "steps", lambda case: (lambda: "short", lambda: "long"))
+    trial = bench.Trial(bench.Case(1, 16), torch.device("cpu"))
+    trial.enter_all()
+    assert [*trial.calls] == ["heedful", "SDPA"]
+    us = [trial.microseconds(name, call) for name, call in trial.calls.items()]
+    assert us == pytest.approx([3, 5e5])
+    # Eight of a quarter of a millisecond in two milliseconds.
+    assert asked == [("short", 1), ("long", 1), ("short", 8), ("long", 1)]
+
+
+def test_each_setting_has_its_threads_and_its_neighbour_on_the_second_core(monkeypatch, capsys):
+    told: list[Any] = []
+
+    class Beside:
+        def __init__(self, core):
+            self.core = core
+
+        def __enter__(self):
+            told.append(f"spins on {self.core}")
+
+        def __exit__(self, *_):
+            told.append("ends")
+
+    def figures(case, rounds):
+        told.append((torch.get_num_threads(), rounds))
+        return 1000.0, 900.0
+
+    monkeypatch.setattr(bench, "CASES", (bench.Case(1, 16),))
+    monkeypatch.setattr(bench, "figures", figures)
+    monkeypatch.setattr(bench, "neighbour", Beside)
+    monkeypatch.setattr(bench.os, "sched_getaffinity", lambda _: {7, 3, 9})
+    assert bench.main() == 0
+    rounds = bench.ROUNDS
+    assert told == [(1, rounds), (2, rounds), "spins on 7", (2, rounds), "ends"]
+    last = capsys.readouterr().out.splitlines()[-1]
+    setting = f"{'2 threads, busy neighbour':26} {'1 x 16':24}"
+    assert last == f"{setting} heedful     1,000 us, SDPA       900 us: 0.90"

@@ -143,6 +143,8 @@ def test_what_fails_says_why_and_the_rest_is_timed():
         ({1: 90, 2: 50, 4: 30, 8: 46, 16: 47, 32: 20}, 32, [1, 2, 4, 8, 16, 32]),
         # The chosen one has its figure in any case, and others behind it have none.
         ({1: 90, 2: 10, 4: 30, 8: 40, 16: 50, 32: 60, 64: 70}, 32, [1, 2, 4, 8, 32]),
+        # Ever longer, but not slow.
+        ({1: 10, 2: 11, 4: 12, 8: 13, 16: 14}, 1, [1, 2, 4, 8, 16]),
         # Slow, but not slower than before.
         ({1: 90, 2: 10, 4: 30, 8: 20, 16: 30}, 1, [1, 2, 4, 8, 16]),
     ],
@@ -269,3 +271,29 @@ def test_kernels_go_into_a_pack_where_a_folder_is_named(monkeypatch, tmp_path):
         assert told.startswith(f"{len(made)} kernels, {forwards} of them forwards, in ")
     assert compiled == [list(made.values())] * 2 and 0 < forwards < len(made)
     assert written == [(tmp_path, made, {})]
+
+
+def test_a_call_asks_for_its_count_unless_it_is_the_chosen_one(monkeypatch):
+    asked = []
+
+    def call(q, k, v, *, causal, backend):
+        asked.append((q, k, v, causal, backend))
+        return "out"
+
+    monkeypatch.setattr(splits, "flash_attn_func", call)
+    inputs = splits.Inputs(*map(torch.tensor, range(4)))
+    for count, chosen in ((3, 2), (2, 3), (3, 3)):
+        for causal in (True, False):
+            made = splits.call_of(SMALL._replace(causal=causal), inputs, count, chosen)
+            assert not asked and made() == "out"
+            *tensors, is_causal, backend = asked.pop()
+            assert tensors == [*inputs[:3]] and is_causal is causal
+            wanted = "hopper" if count == chosen else splits.named("hopper", key_splits=count)
+            assert backend == wanted
+
+
+def test_a_bench_of_splits_needs_a_file_or_a_folder(monkeypatch):
+    for words in ([], ["--pack"]):
+        monkeypatch.setattr(splits.sys, "argv", ["splits", *words])
+        with pytest.raises(splits.script.Refused, match="a file for figures, or --pack and a fol"):
+            splits.main()

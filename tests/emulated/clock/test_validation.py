@@ -28,11 +28,14 @@ from heedful.emulator import At, emulate
 from heedful.emulator.clock.constants import CONSTANTS, SLOT, constant
 from heedful.emulator.clock.work import work_of
 from heedful.launch import compiler
+from heedful.launch.code.artifact import Parameter
 from heedful.launch.program.bound import numbers_of
-from heedful.launch.spec import Pointer, Scalar
+from heedful.launch.program.programs import program
+from heedful.launch.spec import KernelCall, KernelRef, Pointer, Program, Scalar
 from heedful.validation import micro, on_device, sensors
-from heedful.validation import predicted as prediction
+from heedful.validation import predicted as predicting
 from heedful.validation.predicted import _values as values_of
+from heedful.validation.predicted import predicted
 from support.runs import standin
 
 CHIPS = {"gfx942": "MI300X", "gfx950": "MI355X"}
@@ -88,9 +91,9 @@ def test_atomics_add_to_neighbours_from_places_of_their_own():
     call = micro.call_of(named("gfx942", "atomics"), rounds, programs)
     sums = emulated("gfx942")(call)[1].view(np.float32)
     want = np.zeros_like(sums)
-    for program in range(programs):
+    for number in range(programs):
         for i in range(rounds):
-            first = (program * micro.LANES * 61 + i * micro.LANES) % len(want)
+            first = (number * micro.LANES * 61 + i * micro.LANES) % len(want)
             want[first : first + micro.LANES] += 1
     assert np.array_equal(sums, want)
 
@@ -320,11 +323,11 @@ def test_a_launch_is_timed_over_many_after_one_that_loads_it(monkeypatch):
 def test_a_prediction_has_an_array_of_every_buffer_that_its_launches_know(direction, monkeypatch):
     """What values matter for is given, scratch is 0, and other floats are normal."""
     seen: list[Any] = []
-    monkeypatch.setattr(prediction, "of_program", lambda *given: seen.append(given) or "told")
+    monkeypatch.setattr(predicting, "of_program", lambda *given: seen.append(given) or "told")
     problem = AttentionProblem.dense(2, 256, 256, 4, 2, 64, causal=True, needs_grad=True)
     chosen = plan(problem, by_name("MI300X"))
     drawn = np.arange(2 * 256 * 2 * 64, dtype=np.uint16)
-    told = prediction.predicted(chosen, direction, {"k": drawn}, 3, 2.5)
+    told = predicting.predicted(chosen, direction, {"k": drawn}, 3, 2.5)
     ((program, arch, arrays, *others),) = seen
     assert (told, arch, others) == ("told", "gfx942", [3, 2.5])
     assert set(arrays) >= {name for call in program.calls for name in call.reads | call.writes}
@@ -343,7 +346,7 @@ def test_a_prediction_has_an_array_of_every_buffer_that_its_launches_know(direct
 def test_contents_of_another_size_are_refused():
     chosen = plan(AttentionProblem.dense(1, 256, 256, 2, 1, 64), by_name("MI300X"))
     with pytest.raises(ValueError, match=r"^contents\['q'\] must have 65536 bytes, got 65535$"):
-        prediction.predicted(chosen, "forward", {"q": np.zeros(65535, np.uint8)})
+        predicting.predicted(chosen, "forward", {"q": np.zeros(65535, np.uint8)})
 
 
 def test_launches_take_their_times_one_after_the_other(monkeypatch):
@@ -358,7 +361,7 @@ def test_launches_take_their_times_one_after_the_other(monkeypatch):
 
     parameters = [SimpleNamespace(name=name, type=kind) for name, kind in PARAMETERS]
     compiled = SimpleNamespace(parameters=parameters)
-    monkeypatch.setattr(prediction, "predict_time", time)
+    monkeypatch.setattr(predicting, "predict_time", time)
     monkeypatch.setattr(compiler, "artifact", lambda call, arch: compiled)
     arrays = {name: np.zeros(size, np.uint8) for name, size in (("a", 50), ("b", 7), ("c", 20))}
     given = {"x": Pointer("b", "float32"), "s": Scalar(3), "n": Scalar(4)}
@@ -366,7 +369,7 @@ def test_launches_take_their_times_one_after_the_other(monkeypatch):
     first = SimpleNamespace(**facts, writes={"b", "c"}, grid=(2, 3, 1))
     second = SimpleNamespace(**{**facts, "arguments": {}}, writes=set(), grid=(1, 1, 2))
     calls: Any = SimpleNamespace(calls=(first, second))
-    told = prediction.of_program(calls, "gfx942", arrays, 5, 1.5)
+    told = predicting.of_program(calls, "gfx942", arrays, 5, 1.5)
     assert (told.seconds, told.low, told.high) == (3.0, 1.5, 9.0)
     assert [name for name, _ in told.launches] == ["f", "f"]
     (_, grid, args, options), (_, _, none, least) = asked
@@ -408,3 +411,161 @@ def test_other_arrays_of_a_prediction_are_0_and_never_empty():
     assert not values_of(ArraySpec.contiguous((5,), "int32")).any()
     assert values_of(ArraySpec.contiguous((5,), "int32")).nbytes == 20
     assert values_of(ArraySpec.contiguous((0,), "int32")).nbytes == 1
+
+
+def test_a_prediction_is_of_what_arrays_hold_and_of_workspaces():
+    problem = AttentionProblem.dense(2, 1, 256, 2, 1, 64, used_k=True, num_splits=2)
+    chosen = plan(problem, by_name("MI300X"))
+    assert program(chosen, "forward").workspaces
+    few, most = (
+        predicted(chosen, "forward", {"seqused_k": np.full(2, used, np.int32)}).seconds
+        for used in (16, 256)
+    )
+    assert 0 < 2 * few < most
+    with pytest.raises(ValueError, match=r"contents\['seqused_k'\] must have 8 bytes, got 16"):
+        predicted(chosen, "forward", {"seqused_k": np.full(2, 16, np.int64)})
+
+
+def test_a_prediction_of_several_launches_is_their_sum_each_with_its_own_arguments(monkeypatch):
+    """Of a stand-in for the clock: what it is told."""
+    given, seconds = [], iter([3.0, 4.0])
+
+    def predict_time(artifact, grid, args, **options):
+        given.append((artifact, grid, args, options))
+        time = next(seconds)
+        return (SimpleNamespace(seconds=time, range=(time - 1, time + 2)), "more")
+
+    names = ("x", "n", "scale", "whole", "constant")
+    types = ("*fp32", "i32", "fp32", "fp32", "i32")
+    parameters = tuple(Parameter(*pair, 0) for pair in zip(names, types, strict=True))
+    made = SimpleNamespace(parameters=parameters)
+    monkeypatch.setattr(compiler, "artifact", lambda call, arch: made)
+    monkeypatch.setattr(predicting, "predict_time", predict_time)
+    arguments = {
+        "x": Pointer("out", "float32"),
+        "n": Scalar(7),
+        "scale": Scalar(0.5, "fp32"),
+        "whole": Scalar(3, "fp32"),
+        "constant": 5,
+    }
+    monkeypatch.setattr(KernelCall, "reads", frozenset({"q", "out"}))
+    monkeypatch.setattr(KernelCall, "writes", frozenset({"out"}))
+    calls = tuple(
+        KernelCall(KernelRef("m", name), grid, arguments)
+        for name, grid in (("one", (2, 3, 1)), ("two", (1, 2, 5)))
+    )
+    arrays = {name: np.zeros(n, np.uint8) for name, n in (("q", 8), ("out", 16), ("k", 99))}
+    told = predicting.of_program(Program(calls), "gfx942", arrays, 8, 2.5)
+    assert [name for name, _ in told.launches] == ["one", "two"]
+    assert (told.low, told.seconds, told.high) == (5, 7, 11)
+    assert [p.seconds for _, p in told.launches] == [3, 4]
+    for (artifact, grid, args, options), call, count in zip(given, calls, (6, 8), strict=True):
+        assert artifact is made and grid == call.grid
+        assert args[0].array is arrays["out"] and args[1:] == [7, 0.5, 3.0, None]
+        assert [type(x) for x in args[1:4]] == [int, float, float]
+        # Once each: what is read and written, too.
+        assert options == {"workgroups": count, "memory_bytes": 24, "checks": (), "window": 2.5}
+    seconds = iter([3.0, 4.0])
+    predicting.of_program(Program(calls), "gfx942", arrays)
+    assert [(more["workgroups"], more["window"]) for *_, more in given[2:]] == [(1, 0.0)] * 2
+
+
+def test_a_plans_program_is_predicted_with_as_many_workgroups_and_events_as_are_asked_for(
+    monkeypatch,
+):
+    asked = []
+    monkeypatch.setattr(predicting, "of_program", lambda *given: asked.append(given))
+    chosen = plan(AttentionProblem.dense(1, 64, 64, 1, 1, 64, needs_grad=True), by_name("MI300X"))
+    predicted(chosen, "backward")
+    predicted(chosen, "backward", workgroups=3, window=2.0)
+    assert [given[3:] for given in asked] == [(1, 0.0), (3, 2.0)]
+    made, arch, arrays, *_ = asked[0]
+    assert (arch, [c.kernel.function for c in made.calls]) == (
+        "gfx942",
+        ["query_gradients", "key_gradients"],
+    )
+    names = {"q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv"}
+    assert {*arrays} == names | {w.name for w in made.workspaces}
+    assert not any(arrays[w.name].any() for w in made.workspaces)
+    assert arrays["lse"].nbytes == 64 * 4 and arrays["dq"].nbytes == 64 * 64 * 2
+
+
+def test_a_launch_is_predicted_with_the_rounds_that_it_has_on_hardware():
+    probe = named("gfx942", "clock")
+    told = micro.predicted(probe, "gfx942", 1)
+    rounds = micro.rounds(probe, "gfx942")
+    assert told.seconds == micro.predicted(probe, "gfx942", 1, rounds).seconds
+    assert told.seconds * told.clock_hz == pytest.approx(4e6, rel=0.02)
+    # Twice as many take as much longer as the loop.
+    more = micro.predicted(probe, "gfx942", 1, 2 * rounds).seconds - told.seconds
+    assert more == pytest.approx(rounds * told.clocks * probe.count / told.clock_hz)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arch", "has"),
+    [("cuda", "gfx942", 1), ("cuda", "gfx950", 1), ("cuda", "sm_90", 0), ("cpu", "gfx942", 0)],
+)
+def test_a_clock_is_there_for_chips_that_have_micro_kernels(kind, arch, has, monkeypatch):
+    monkeypatch.setattr(on_device, "device_spec", lambda device: SimpleNamespace(arch=arch))
+    assert on_device.has_clock(torch.device(kind)) is bool(has)
+    if has:
+        assert on_device.count(torch.device(kind)) == len(micro.probes(arch))
+
+
+def test_a_micro_kernel_that_fails_says_why_and_the_others_are_measured(stand_in, monkeypatch):
+    """On all compute units, with as many rounds as are predicted."""
+    asked: list[Any] = []
+    predicted, probes = micro.predicted, micro.probes(stand_in.arch)
+
+    def measured(probe, programs, iterations, launch):
+        asked.append((probe, programs, iterations, launch))
+        if probe is probes[1]:
+            raise RuntimeError("no such instruction\nat all")
+        return micro.Measured(2.0, 3.0, 4.0)
+
+    def noted(probe, arch, units, iterations):
+        assert (arch, units, iterations) == (stand_in.arch, stand_in.units, 2)
+        return predicted(probe, arch, 2, iterations)
+
+    summary = {"power_w": {"low": 1.0}}
+    monkeypatch.setattr(micro, "measured", measured)
+    monkeypatch.setattr(micro, "predicted", noted)
+    monkeypatch.setattr(on_device, "launcher", lambda device, arch: (device, arch))
+    monkeypatch.setattr(sensors, "summary", lambda samples: summary)
+    found = list(on_device.micro_kernels(CPU))
+    launch = CPU, stand_in.arch
+    assert asked == [(probe, stand_in.units, 2, launch) for probe in probes]
+    for record, probe in zip(found, probes, strict=True):
+        facts = {"name": probe.name, "words": probe.words, "unit": probe.unit, "rounds": 2}
+        assert {key: record.pop(key) for key in facts} == facts
+        assert {*record.pop("predicted")} == {"seconds", "clocks", "clock_hz"}
+    seen = {"measured": {"seconds": 2.0, "clocks": 3.0, "clock_hz": 4.0}, "samples": summary}
+    assert found == [seen, {"failed": "RuntimeError: no such instruction"}, seen]
+
+
+@pytest.mark.parametrize(("causal", "workgroups"), [(False, 1), (True, 6)])
+def test_unequal_workgroups_are_predicted_from_several(causal, workgroups, stand_in, monkeypatch):
+    asked: list[Any] = []
+
+    def told(chosen, direction, workgroups):
+        asked.append((chosen.backend, direction, workgroups))
+        launch = SimpleNamespace(facts=lambda: {"seconds": 5.0})
+        return SimpleNamespace(seconds=2.0, low=1.0, high=3.0, launches=[("one", launch)])
+
+    monkeypatch.setattr(on_device, "predicted", told)
+    problem = AttentionProblem.dense(1, 64, 64, 1, 1, 64, causal=causal, needs_grad=True)
+    figures = [Figure(peer, Spread(8.0, 7.0, 9.0)) for peer in ("heedful", "heedful:portable")]
+    outcome = Outcome(Case("backward", problem, "backward"), None, figures)
+    found = list(on_device.predictions(outcome, CPU))
+    assert [told[1:] for told in asked] == [("backward", workgroups)] * 2
+    assert asked[1][0] == "portable"
+    for record, peer in zip(found, ("heedful", "heedful:portable"), strict=True):
+        assert record == {
+            "case": outcome.case.name,
+            "peer": peer,
+            "measured_us": 8.0,
+            "predicted_us": 2e6,
+            "predicted_low_us": 1e6,
+            "predicted_high_us": 3e6,
+            "launches": [{"kernel": "one", "seconds": 5.0}],
+        }

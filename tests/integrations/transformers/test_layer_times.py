@@ -25,23 +25,8 @@ def test_a_layer_gives_what_the_call_beside_it_gives():
                 assert weights is None and torch.equal(out, call())
 
 
-def test_layers_and_calls_have_the_sizes_that_the_table_says():
-    """128 tokens, 8 heads of 64 dims; or a token of each of 8 sequences over 100 of 128 keys."""
-    calls = layers.Host(2, CPU).tensors
-    for name, both in calls.items():
-        assert len(both) == 2
-        is_step, needs_grad = "kvcache" in name, "gradients" in name
-        for made in both:
-            tensors = [x for x in made.args if isinstance(x, torch.Tensor)]
-            q, k, v = tensors[:3]
-            if name.startswith(layers.LAYER):
-                assert (made.func, made.args[0].stride(1)) == (layers._layer, 64)
-                q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            assert q.shape == ((8, 1, 8, 64) if is_step else (1, 128, 8, 64))
-            assert k.shape == v.shape == ((8, 128, 8, 64) if is_step else (1, 128, 8, 64))
-            assert {x.dtype for x in (q, k, v)} == {torch.bfloat16}
-            assert {x.requires_grad for x in (q, k, v)} == {needs_grad}
-            assert len({x.data_ptr() for x in (q, k, v)}) == 3
+def test_layers_and_calls_have_the_options_that_the_table_says():
+    calls = layers.Host(1, CPU).tensors
     named = {name: both[0].keywords for name, both in calls.items()}
     plain = {"softmax_scale": 0.125, "causal": True}
     assert named["flash_attn_func"] == named["flash_attn_func, with gradients"] == plain
@@ -49,6 +34,46 @@ def test_layers_and_calls_have_the_sizes_that_the_table_says():
     assert step.pop("cache_seqlens").tolist() == [100] * 8 and step == plain
     positions = named["layer: flash_attn_func"]["position_ids"]
     assert torch.equal(positions, torch.arange(128)[None])
+
+
+def test_calls_and_layers_are_of_small_tensors_on_the_device():
+    # What is made on no device in particular would lie elsewhere.
+    with torch.device("meta"):
+        trial = layers.Host(2, CPU)
+    rows, step, cache = (1, 128, 8, 64), (8, 1, 8, 64), (8, 128, 8, 64)
+    kinds = {"flash_attn_func": [rows] * 3, "flash_attn_func, with gradients": [rows] * 3}
+    kinds |= {"flash_attn_with_kvcache": [step, cache, cache]}
+    names = [name for kind in kinds for name in (kind, f"layer: {kind}")]
+    assert [*trial.tensors] == names == [*trial.peers()]
+    for name, calls in trial.tensors.items():
+        first, second = (
+            [x for x in (*call.args, *call.keywords.values()) if isinstance(x, torch.Tensor)]
+            for call in calls
+        )
+        is_layer = name.startswith("layer: ")
+        shapes = [tuple(x.transpose(1, 2).shape if is_layer else x.shape) for x in first[:3]]
+        assert shapes == kinds[name.removeprefix("layer: ")]
+        assert all(x.device == CPU for x in first)
+        # Sets have tensors of their own.
+        assert not any(torch.equal(x, y) for x, y in zip(first[:3], second[:3], strict=True))
+        assert all(x.requires_grad for x in first[:3]) is ("gradients" in name)
+        assert {x.dtype for x in first[:3]} == {torch.bfloat16}
+    call = trial.tensors["flash_attn_with_kvcache"][0]
+    assert call.keywords["cache_seqlens"].tolist() == [100] * 8
+
+
+def test_calls_are_timed_with_their_gradients_where_they_have_some(monkeypatch):
+    seen = []
+
+    def host_us(calls, wait, queued):
+        seen.append((calls, wait == trial.wait, queued, torch.is_grad_enabled()))
+        return 7.0
+
+    monkeypatch.setattr(layers.timing, "host_us", host_us)
+    trial = layers.Host(1, CPU)
+    for name, call in trial.tensors.items():
+        assert trial.microseconds(name, call) == 7
+        assert seen.pop() == (call, True, layers.QUEUED, "gradients" in name)
 
 
 def test_the_command_says_the_device_and_the_table(monkeypatch, capsys):

@@ -195,6 +195,14 @@ def test_chosen_tests_run_in_their_order_and_a_case_of_another_name_as_all_of_it
     assert [item.nodeid for item in items] == ["a.py::two", "a.py::one[1]", "a.py::one[2]"]
 
 
+def test_a_chosen_file_runs_all_of_its_tests():
+    """As one does that has no entry in the map."""
+    names = ("a.py::one[1]", "b.py::two", "b.py::one[1]", "c.py::one")
+    items = [SimpleNamespace(nodeid=name) for name in names]
+    Chosen(["b.py", "a.py::one[1]"]).pytest_collection_modifyitems(items)
+    assert [item.nodeid for item in items] == ["b.py::two", "b.py::one[1]", "a.py::one[1]"]
+
+
 def test_each_equivalent_mutant_is_still_one_of_the_sources():
     stale = dict(equivalents())
     for module in {key[0] for key in stale}:

@@ -117,3 +117,69 @@ def test_the_planner_takes_a_gated_kernel_unasked_only_where_it_was_validated(mo
     # Validated or not, what a kernel does not take it does not get.
     causal = AttentionProblem.dense(1, 512, 512, 8, causal=True)
     assert plan(causal, DEVICE, validated).backend == "portable"
+
+
+def test_a_record_is_removed_unless_the_cache_is_only_read(monkeypatch):
+    path = write()
+    monkeypatch.setenv("HEEDFUL_CACHE_READ_ONLY", "1")
+    validations.remove(DEVICE)
+    assert path.exists() and validations.validated(DEVICE) == {"gated"}
+    monkeypatch.delenv("HEEDFUL_CACHE_READ_ONLY")
+    validations.remove(DEVICE)
+    assert not path.exists() and validations.validated(DEVICE) == frozenset()
+    # Nor does it matter that there is none any more.
+    validations.remove(DEVICE)
+    path.parent.rmdir()
+    validations.remove(DEVICE)
+
+
+def test_without_a_home_nothing_is_validated_and_a_record_says_what_is_missing(monkeypatch):
+    get = validations.settings.get
+    nowhere = lambda name: None if name == "cache_dir" else get(name)  # noqa: E731
+    monkeypatch.setattr(validations.settings, "get", nowhere)
+    assert validations.validated(DEVICE) == frozenset()
+    validations.remove(DEVICE)
+    with pytest.raises(FileNotFoundError, match="no home folder: set HEEDFUL_CACHE_DIR"):
+        write()
+
+
+def test_a_record_is_read_once_in_a_process_and_by_device():
+    path = write()
+    assert validations.validated(DEVICE) == {"gated"}
+    assert path.parent.name == "validated" and path.name.startswith(f"{DEVICE.arch}-")
+    path.unlink()
+    assert validations.validated(DEVICE) == {"gated"}
+    validations._read.cache_clear()
+    assert validations.validated(DEVICE) == frozenset()
+    others = [replace(DEVICE, name="MI355X VF"), replace(DEVICE, arch="gfx942")]
+    assert len({validations.path_of(device) for device in (DEVICE, *others)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (lambda facts: facts.pop("backends"), "is not readable: 'backends'"),
+        (lambda facts: facts.pop("arch"), "is not readable: 'arch'"),
+        (lambda facts: facts.update(backends=3), "is not readable: "),
+        (lambda facts: facts.update(heedful="0.0"), ""),
+    ],
+)
+def test_a_record_that_lacks_a_fact_is_told_and_not_used(changed, said, caplog):
+    path = write()
+    facts = json.loads(path.read_text())
+    changed(facts)
+    path.write_text(json.dumps(facts))
+    with caplog.at_level("WARNING", logger="heedful.validation"):
+        assert validations.validated(DEVICE) == frozenset()
+    assert (said in caplog.text and str(path) in caplog.text) if said else not caplog.text
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no mode bits")
+def test_a_record_that_is_not_trusted_is_told(caplog):
+    path = write()
+    path.parent.chmod(0o777)
+    validations._read.cache_clear()
+    with caplog.at_level("WARNING", logger="heedful.validation"):
+        assert validations.validated(DEVICE) == frozenset()
+    assert [record.name for record in caplog.records] == ["heedful.validation"]
+    assert "the record of validation is not used: " in caplog.text and "mode" in caplog.text
