@@ -6,6 +6,7 @@ change of what it says of other batches shows in golden_times.txt. After one tha
 
 import csv
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -298,3 +299,60 @@ def test_what_is_told_of_batches_is_what_the_golden_table_has():
     if os.environ.get("WRITE_GOLDEN_TIMES"):
         GOLDEN.write_text(told, encoding="utf-8")
     assert told == GOLDEN.read_text(encoding="utf-8")
+
+
+def grouped(
+    heads: tuple[int, int], local: int = 0, remote: int = 0, rows: int = 10**6, part: float = 0.0
+) -> Any:
+    """`head_groups` of a forward, or with `part` of a backward whose largest call has tiles of keys
+    that are this part of it. local, remote: tiles; rows: that arrive."""
+    any_of = gathered(LAYOUTS["zigzag"]([1024], 2, CAUSAL), CAUSAL, 0)
+    needs = replace(any_of, fewest=(local, remote), most_received=rows, longest=part)
+    return cost.head_groups(needs, heads, (64, 64), 2, part > 0)
+
+
+def test_keys_are_hidden_by_local_calls_that_take_as_long_as_they_arrive():
+    """A tile of 8 query heads takes as long as 23.4 rows of two KV heads arrive."""
+    tile = 128 * 128 * 8 * 128 * 2 / cost.FLOPS
+    row = 128 * 2 * 2 / cost.LINK
+    assert 23.4 < tile / row < 23.5
+    for rows, is_hidden in ((23_400, True), (23_500, False)):
+        assert grouped((8, 2), local=1000, rows=rows)[1] == is_hidden
+
+
+@pytest.mark.parametrize(
+    ("tiles", "first"), [(0, 4), (5000, 4), (10_000, 3), (20_000, 2), (26_900, 2), (27_100, 1)]
+)
+def test_the_first_group_has_as_many_heads_as_the_host_needs_for_the_next(tiles, first):
+    """A fourth at most. 27000 tiles of 32 query heads, and so 16 KV heads, take 16 times HOST."""
+    assert 26_900 < 16 * cost.HOST / (128 * 128 * 32 * 128 * 2 / cost.FLOPS) < 27_100
+    assert grouped((32, 16), remote=tiles)[0] == [first, 16 - first]
+    # What local calls hide needs no small group before it.
+    assert grouped((32, 16), local=10**9, remote=tiles)[0] == [16]
+
+
+@pytest.mark.parametrize(
+    ("last", "sizes"),
+    [(0.2, [1, 14, 1]), (1, [1, 14, 1]), (4, [4, 8, 4]), (7, [7, 2, 7]), (8, [16])],
+)
+def test_groups_at_both_ends_of_a_backward_have_as_many_heads_as_a_tile_is_parts(last, sizes):
+    assert grouped((32, 16), remote=10**6, part=last / cost.SMS)[0] == sizes
+    if len(sizes) == 3:
+        hidden, _ = grouped((32, 16), local=10**9, remote=10**6, part=last / cost.SMS)
+        assert hidden == [16 - sizes[2], sizes[2]]
+
+
+def test_few_keys_and_one_head_are_one_group():
+    rows = int(cost.LATENCY * cost.LINK / (128 * 2 * 16))
+    assert grouped((32, 16), rows=rows - 1)[0] == [16]
+    assert len(grouped((32, 16), rows=rows + 1)[0]) == 2
+    assert grouped((32, 1))[0] == [1]
+
+
+def test_with_one_lane_calls_of_a_step_take_their_sum(monkeypatch):
+    layout = LAYOUTS["zigzag"]([16384], 2, CAUSAL)
+    given = layout, CAUSAL, SHAPE.heads, SHAPE.dims, 2, True
+    two = cost.gather(*given)
+    monkeypatch.setattr(cost, "LANES", 1)
+    one = cost.gather(*given)
+    assert one.forward > two.forward and one.backward > two.backward

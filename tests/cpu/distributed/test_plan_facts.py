@@ -1,4 +1,4 @@
-"""A plan decides, compares between ranks and says things: here on one rank, without the others.
+"""Plans decide, compare between ranks and explain, here on a rank whose others are not there.
 Schedules are those of golden_schedules.txt. After a change that is meant:
 
     WRITE_GOLDEN_SCHEDULES=1 pytest tests/cpu/distributed/test_plan_facts.py
