@@ -392,6 +392,8 @@ def told(sizes: Sizes) -> str:
     for w in sizes.workspaces:
         lines.append(f"{w.name} {w.buffer.shape} {w.buffer.dtype}{' zeroed' * w.zeroed}")
         assert w.buffer.aligned and w.buffer.strides[-1] == 1
+        # Whoever merges the last part of a tile begins its count anew.
+        assert w.left_zero == (w.name == "counts")
     return "\n".join(lines)
 
 
