@@ -461,6 +461,8 @@ GIVEN: dict[str, dict] = {
     "4 bits": {"seqlen_q": 1, "kv_dtype": "int4", "kv_group": 64, "used_k": True, **ALONE},
     "packed queries": {"total_q": 1000, "causal": True},
     "packed keys": {"total_k": 1200, "causal": True},
+    "a chunk's queries": {"seqlen_q": 100, "seqlen_k": 5000, "causal": True},
+    "window to the left": {"seqlen_q": 3000, "mask": MaskSpec.of(False, (64, 900))},
     "packed decode": {"total_q": 900, "seqlen_q": 4, "seqlen_k": 9000, "used_k": True, **ALONE},
     "mixed": {"total_q": 990, "used_k": True, "page_size": 16, **ALONE},
     "no keys": {"seqlen_k": 0},
