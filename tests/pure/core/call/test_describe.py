@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 
 from heedful.core.base.arrays import ArraySpec
-from heedful.core.call.arguments import AttentionCall, CacheUpdate, Options, bind, plain_options
-from heedful.core.call.describe import describe
+from heedful.core.call.arguments import (
+    AttentionCall,
+    CacheUpdate,
+    Options,
+    bind,
+    one_sink,
+    plain_options,
+)
+from heedful.core.call.describe import check_seed, describe
 from heedful.core.call.describe_cache import check_cache, check_int_length
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.numerics import with_numerics
@@ -317,3 +324,80 @@ def test_a_window_of_any_size_is_taken_where_packed_tokens_are_few(longest):
     long = dict(zip("qkv", (spec(2**29 + 1, 4, 16), spec(7, 2, 16), spec(7, 2, 8)), strict=True))
     with pytest.raises(ValueError, match="window_size"):
         describe(varlen(**wide, **long, max_seqlen_q=2**30))
+
+
+def test_a_seed_has_64_bits_and_a_sign_or_none():
+    for seed in (-(2**63), -1, 0, 2**63, 2**64 - 1):
+        check_seed(seed)
+    for seed in (-(2**63) - 1, 2**64):
+        with pytest.raises(ValueError, match=f"^dropout_seed must fit 64 bits, got {seed}$"):
+            check_seed(seed)
+
+
+@pytest.mark.parametrize("given", [("sink", "s_aux"), ("s_aux", "learnable_sink"), ("sink",)])
+def test_a_sink_has_one_of_three_names(given):
+    named = {name: f"the {name}" for name in given}
+    values = [named.get(name) for name in ("sink", "s_aux", "learnable_sink")]
+    if len(given) == 1:
+        assert one_sink(*values) == named[given[0]] and one_sink(None, None, None) is None
+        return
+    words = f"^sink must be given by one of its names, got {given[0]} and {given[1]}$"
+    with pytest.raises(TypeError, match=words):
+        one_sink(*values)
+
+
+@pytest.mark.parametrize("shape, before", [((4, 2, 16), 4), ((1, 4, 2, 16), 4), (None, 0)])
+def test_positions_of_a_cache_begin_behind_a_shared_prefix(shape, before):
+    prefix = None if shape is None else (spec(*shape), spec(*shape))
+    assert cached(shared_prefix=prefix)[1].position0 == before
+
+
+E4M3: dict[str, Any] = {"dtype": "float8_e4m3fn"}
+SMALL = {"q": spec(2, 5, 4, 16, **E4M3), **dict.fromkeys("kv", spec(2, 7, 2, 16, **E4M3))}
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_scales_of_heads_are_one_or_have_a_place_for_each(name):
+    for shape in ((), (1,), (2, 2)):
+        describe(dense(**SMALL, **{f"{name}_descale": spec(*shape)}))
+    for shape in ((2,), (2, 4), (1, 1), (5, 2)):
+        with pytest.raises(
+            ValueError, match=f"^{name}_descale must have shape .. or .batch, heads"
+        ):
+            describe(dense(**SMALL, **{f"{name}_descale": spec(*shape)}))
+    with pytest.raises(TypeError, match=f"^{name}_descale must be float32, got float16"):
+        describe(dense(**SMALL, **{f"{name}_descale": spec(2, 2, dtype="float16")}))
+
+
+@pytest.mark.parametrize(
+    "scales, words",
+    [
+        ({"k": 4, "v": 8}, "v_descale must share as many values a scale as k_descale, got 2 and 4"),
+        ({"k": 4, "v": 0}, "v_descale must share as many values .*, got a head and 4"),
+        ({"k": 3, "v": 3}, "k_descale must have groups that divide 16, got 3"),
+        ({"k": 4}, "v_descale must be given with k_descale, got None"),
+        ({"v": 4}, "k_descale must be given with v_descale, got None"),
+    ],
+    ids=str,
+)
+def test_keys_and_values_have_scales_of_groups_of_one_size(scales, words):
+    given = {"q": spec(2, 1, 4, 16, dtype="bfloat16"), "k": None, "v": None, "cache_seqlens": None}
+    given |= {f"{x}_cache": spec(2, 12, 2, 16, dtype="int8") for x in "kv"}
+    shapes = {x: (2, 12, 2, n) if n else (2, 2) for x, n in {"k": 4, "v": 4}.items()}
+    made = describe(cached(**given, **{f"{x}_descale": spec(*s) for x, s in shapes.items()})[0])
+    assert made.kv_group == 4
+    shapes = {x: (2, 12, 2, n) if n else (2, 2) for x, n in scales.items()}
+    with pytest.raises(ValueError, match=f"^{words}"):
+        describe(cached(**given, **{f"{x}_descale": spec(*s) for x, s in shapes.items()})[0])
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_a_window_of_2_to_the_29_and_more_is_told_from_none_by_the_longer_side(side):
+    """A window of FAR hides nothing of shorter sequences, and is refused beside longer ones."""
+    wide, long = {"window_size": (2**29, 2**29)}, {"q": (2, 5, 4, 16), "k": (2, 7, 2, 16)}
+    assert not describe(dense(**wide)).mask.bounded
+    long[side] = (2, 2**29 + 2, *long[side][2:])
+    given = {name: spec(*shape) for name, shape in long.items()}
+    given["v"] = spec(*long["k"][:3], 8)
+    with pytest.raises(ValueError, match="^window_size"):
+        describe(dense(**wide, **given))

@@ -6,7 +6,15 @@ import pytest
 
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.call.operands import Operands
-from heedful.core.call.storage import are_mappable, copies, dense_rows, has_dense_rows, storage
+from heedful.core.call.storage import (
+    are_mappable,
+    copies,
+    dense_rows,
+    has_dense_rows,
+    have_own_ranges,
+    rows_follow,
+    storage,
+)
 
 PLAIN = ArraySpec((2, 3, 1, 8), (24, 8, 8, 1), "float16")
 
@@ -124,3 +132,39 @@ def test_a_user_is_told_which_arrays_are_copied():
         "q is copied: its last dim has stride 2",
         "v is copied: its last dim has stride 2",
     )
+
+
+@pytest.mark.parametrize(
+    "shape, strides, follow",
+    [
+        ((3, 5, 2, 8), (80, 16, 8, 1), True),
+        ((3, 5, 2, 8), (100, 20, 8, 1), True),
+        ((3, 5, 2, 8), (40, 20, 8, 1), False),
+        ((3, 5, 2, 8), (96, 16, 8, 1), False),
+        ((2, 5, 2, 8), (0, 16, 8, 1), False),
+        ((1, 5, 2, 8), (7, 16, 8, 1), True),
+        ((0, 5, 2, 8), (7, 16, 8, 1), True),
+        ((5, 2, 8), (99, 8, 1), True),
+    ],
+)
+def test_rows_of_an_entry_follow_those_of_the_one_before(shape, strides, follow):
+    array, dense = ArraySpec(shape, strides, "float16"), ArraySpec.contiguous((2, 3, 2, 8), "int8")
+    assert rows_follow(array) is follow
+    given: dict[str, Any] = {"q": dense, "k": dense, "v": dense, "out": None}
+    for name in given:
+        assert storage(**{**given, name: array}, by_ranges=True)["rows_follow"] is follow
+        assert storage(**{**given, name: array})["rows_follow"]
+
+
+@pytest.mark.parametrize(
+    "shape, strides, own",
+    [
+        ((3, 2, 5, 2), (20, 10, 2, 1), True),
+        ((3, 2, 5, 2), (10, 0, 2, 1), False),
+        ((3, 1, 5, 2), (10, 10, 2, 1), False),
+        ((15, 2), (2, 1), False),
+    ],
+)
+def test_heads_have_ranges_of_their_own_where_they_are_apart(shape, strides, own):
+    assert have_own_ranges(ArraySpec(shape, strides, "int32")) is own
+    assert not have_own_ranges(None)

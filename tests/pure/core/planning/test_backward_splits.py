@@ -18,6 +18,7 @@ from heedful.core.planning.splits import (
     TILE_VISITS,
     choose_backward_splits,
     choose_tail_splits,
+    seen_keys,
 )
 from heedful.core.registry.by_hand import forced
 from heedful.core.registry.tiles import HopperBackwardConfig
@@ -108,6 +109,36 @@ def test_no_split_is_without_a_visit_of_a_whole_tile():
 def test_parts_are_as_recorded(tiles, visits, units, whole, parts):
     """Every term of the time that is estimated decides one of these."""
     assert choose_backward_splits(tiles, visits, units, whole) == parts
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "left", "right", "seen"),
+    [
+        (1000, 1000, -1, -1, (16, 8)),
+        (1000, 1000, 5, -1, (16, 8)),
+        # Under a diagonal some tiles are seen by all queries, and some queries see no key.
+        (1000, 1000, -1, 0, (16, 0)),
+        (100, 1000, -1, 0, (2, 7)),
+        (100, 1000, -1, 123, (2, 7)),
+        (100, 1000, -1, 124, (2, 8)),
+        (100, 1000, -1, 300, (2, 8)),
+        (1000, 100, -1, 0, (2, 0)),
+        (1000, 100, -1, 28, (2, 0)),
+        (1000, 100, -1, 29, (3, 0)),
+        (50, 20, -1, 90, (1, 0)),
+        # A window's keys are each seen from as many places: beside it, those of a tile.
+        (1000, 1000, 0, 0, (2, 8)),
+        (1000, 1000, 0, 1, (3, 8)),
+        (1000, 1000, 1, 0, (3, 8)),
+        (1000, 1000, 100, 0, (4, 8)),
+        (64, 1000, 100, 9, (1, 8)),
+        (1000, 129, 5000, 0, (16, 2)),
+        (0, 129, -1, -1, (0, 2)),
+    ],
+)
+def test_visits_are_those_of_query_tiles_that_a_mask_leaves(queries, keys, left, right, seen):
+    """Tiles of 64 queries and of 128 keys."""
+    assert seen_keys(queries, keys, 64, 128, left, right) == seen
 
 
 def test_scratch_and_programs_are_those_of_all_splits():

@@ -392,6 +392,8 @@ def told(sizes: Sizes) -> str:
     for w in sizes.workspaces:
         lines.append(f"{w.name} {w.buffer.shape} {w.buffer.dtype}{' zeroed' * w.zeroed}")
         assert w.buffer.aligned and w.buffer.strides[-1] == 1
+        # Whoever merges the last part of a tile begins its count anew.
+        assert w.left_zero == (w.name == "counts")
     return "\n".join(lines)
 
 
@@ -457,6 +459,11 @@ GIVEN: dict[str, dict] = {
     "same bits, causal": {"invariant": True, **MANY_ROWS, "causal": True, "seqlen_q": 999, **ALONE},
     "sink": {"sink": True},
     "4 bits": {"seqlen_q": 1, "kv_dtype": "int4", "kv_group": 64, "used_k": True, **ALONE},
+    "packed queries": {"total_q": 1000, "causal": True},
+    "packed keys": {"total_k": 1200, "causal": True},
+    "a chunk's queries": {"seqlen_q": 100, "seqlen_k": 5000, "causal": True},
+    "window to the left": {"seqlen_q": 3000, "mask": MaskSpec.of(False, (64, 900))},
+    "packed decode": {"total_q": 900, "seqlen_q": 4, "seqlen_k": 9000, "used_k": True, **ALONE},
     "mixed": {"total_q": 990, "used_k": True, "page_size": 16, **ALONE},
     "no keys": {"seqlen_k": 0},
     "no queries": {"seqlen_q": 0},

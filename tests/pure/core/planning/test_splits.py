@@ -22,6 +22,7 @@ from heedful.core.planning.splits import (
     choose_splits,
     fewest,
     grid_of,
+    programs_of_parts,
 )
 from heedful.core.registry.by_hand import forced
 
@@ -159,3 +160,14 @@ def test_a_number_of_splits_that_is_cut_cuts_no_sequence_otherwise(longest):
 def test_packed_keys_are_no_more_than_all_tokens():
     packed = replace(DECODE, total_q=4, total_k=640, seqlen_k=2**31 - 1, num_splits=10**9)
     assert asked_splits(packed, 64) == 10
+    assert asked_splits(replace(packed, total_k=641), 64) == 11
+
+
+@pytest.mark.parametrize(
+    "tiles, parts, splits",
+    [(0, 3, 1), (1, 3, 3), (7, 3, 3), (8, 3, 1), (1, 1, 1), (1, 0, 1), (1, 2, 2)]
+    + [(1, 65535, 65535), (1, 65536, 1)],
+)
+def test_parts_have_programs_where_tiles_leave_units_idle(tiles, parts, splits):
+    """As many as a grid has room for."""
+    assert programs_of_parts(tiles, parts, 8) == splits
