@@ -13,10 +13,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from heedful import distributed, flash_attn_func, flash_attn_varlen_func
-from heedful.core.call.spread import CAUSAL
+from heedful.core.call.spread import CAUSAL, Piece
 from heedful.distributed import ContextPlan, decode, gather, traced
 from heedful.distributed.attention import _REFUSED
-from heedful.distributed.layouts import LAYOUTS, zigzag
+from heedful.distributed.layouts import LAYOUTS, Layout, zigzag
 
 # Their positional arguments come as lists.
 attention: Any = distributed.attention
@@ -339,6 +339,25 @@ def test_sums_of_parts_are_rounded_once_and_of_none_are_zeros(count, is_local):
         assert torch.equal(total, torch.full((3, 2), wanted).bfloat16())
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", ["gather", "scatter"])
+def test_rows_that_cross_ranks_go_back_to_their_places(name, dim):
+    """In another order on the rank than in the batch: later chunks and whole documents first."""
+    pieces = Piece(0, 128, 200), Piece(1, 0, 30), Piece(0, 0, 128)
+    made = ContextPlan(None, Layout((200, 30), (pieces,)), "gather", (2, 2), CAUSAL, ())
+    rows = torch.cat([torch.arange(128, 200), torch.arange(200, 230), torch.arange(128)])
+    x = torch.randn(230, 230, requires_grad=True)
+    weights = torch.randn(230, 230)
+    found = getattr(made, name)(x, dim)
+    (grad,) = torch.autograd.grad(found, x, weights)
+    order = torch.argsort(rows) if name == "gather" else rows
+    assert torch.equal(found, x.index_select(dim, order))
+    assert torch.equal(grad, weights.index_select(dim, torch.argsort(order)))
+    assert torch.equal(made.unshard(made.shard(x, dim), dim), x)
+    with pytest.raises(ValueError, match="shard must have this rank's 230 rows along dim 0, got 2"):
+        made.unshard(x[:2])
+
+
 # The operator of compiled code.
 
 
@@ -392,7 +411,8 @@ def test_the_operator_passes_each_option_on(monkeypatch):
 @pytest.mark.parametrize("has_sink", [False, True])
 @pytest.mark.parametrize("shape", [(TOKENS,), (2, 40)], ids=["packed", "batch"])
 def test_shapes_of_a_traced_call_are_those_of_the_call(shape, has_sink):
-    *given, dout = (x.detach() for x in rows(*shape))
+    dtype = torch.bfloat16 if has_sink else torch.float32
+    *given, dout = (x.detach() for x in rows(*shape, dtype=dtype))
     made = planned("gather", LENGTHS if len(shape) == 1 else (40, 40))
     sink = torch.zeros(HEADS) if has_sink else None
     more = 0.0, None, True, (-1, -1), 0.0, False, None, None
@@ -413,6 +433,25 @@ def test_shapes_of_a_traced_call_are_those_of_the_call(shape, has_sink):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
     for x, y in zip(real[2:], traced_ones[2:], strict=True):
         assert x.stride() == y.stride()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_operator_computes_no_gradient_of_a_result_that_has_none(which, monkeypatch):
+    """A gradient of lse that is not there costs nothing; all ranks need one of out."""
+    module, seen = import_module("heedful.distributed.attention"), []
+    real = module.differentiated
+
+    def noted(dout: Any, dlse: Any, *more: Any) -> Any:
+        seen.append((dout, dlse))
+        return real(dout, dlse, *more)
+
+    monkeypatch.setattr(module, "differentiated", noted)
+    *given, _ = rows(TOKENS)
+    more = 0.0, None, True, (-1, -1), 0.0, False, None, None
+    results = attend(*given, None, None, None, planned("gather"), more)
+    torch.autograd.grad(results[which].sum(), given, allow_unused=True)
+    ((dout, dlse),) = seen
+    assert (dlse is None) == (which == 0) and bool(dout.any()) == (which == 0)
 
 
 def test_a_second_derivative_of_the_operator_raises():
@@ -474,6 +513,17 @@ def test_a_step_of_decoding_by_one_rank_is_that_of_one_process(gathers, tokens, 
     alone = decode.attention_with_kvcache(*given[:3], **more)
     seen = decode.flash_attn_with_kvcache(*copies[:3], **more)
     assert isinstance(alone, Tensor) and torch.equal(alone, seen)
+
+
+def test_parts_of_a_step_are_float32_whatever_is_the_default(gathers):
+    q, cache = torch.randn(2, 1, HEADS, DIM), torch.randn(2, 20, HEADS_K, DIM)
+    want = decode.attention_with_kvcache(q, cache, cache)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = decode.attention_with_kvcache(q, cache, cache)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, want)
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,46 @@ def test_a_mesh_of_one_dim_is_its_group_and_no_other_is_taken(alone):
         planned(group=mesh)
 
 
+def test_a_group_is_the_plans_and_anything_else_is_refused(alone, monkeypatch):
+    class Group:
+        pass
+
+    monkeypatch.setattr(dist, "ProcessGroup", Group)
+    group = Group()
+    assert planned(group=group).group is group and planned().group is None
+    with pytest.raises(TypeError, match="group must be a ProcessGroup or DeviceMesh, got int"):
+        planned(group=3)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"heads_q": 3}, "heads_k must divide heads_q, got 3 and 2"),
+        ({"heads_k": 0}, "heads_k must divide heads_q, got 4 and 0"),
+        ({"heads_q": -2, "heads_k": -2}, "heads_k must divide heads_q, got -2 and -2"),
+        ({"head_dim": 0}, "head_dim must be >= 1, got 0"),
+        ({"head_dim_v": 0}, "head_dim_v must be >= 1, got 0"),
+    ],
+    ids=str,
+)
+def test_sizes_that_no_call_has_are_refused(alone, more, said):
+    with pytest.raises(ValueError) as caught:
+        planned(**more)
+    assert str(caught.value) == said
+    assert planned(heads_q=2, heads_k=2, head_dim=1).heads == (2, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
+def test_labels_have_the_dtype_of_tokens_which_are_those_of_the_batch(alone, dtype):
+    made = planned(lengths=[90])
+    labels = made.shift_labels(torch.arange(90, dtype=dtype))
+    assert labels.dtype == dtype and len(labels) == made.tokens
+    with pytest.raises(ValueError, match=r"^tokens must have shape \(90,\), got \(91,\)"):
+        made.shift_labels(torch.arange(91))
+    with pytest.raises(TypeError, match="^tokens must be int8 or int16"):
+        made.shift_labels(torch.zeros(90))
+
+
 def test_without_a_group_it_says_what_is_to_be_called(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     with pytest.raises(ValueError, match="call init_process_group before"):
@@ -320,7 +360,8 @@ def test_masks_are_those_of_the_arguments(causal, window, mask):
 
 
 @pytest.mark.parametrize(
-    ("causal", "window"), [(1, (-1, -1)), (False, (True, 0)), (False, (1.5, 0))]
+    ("causal", "window"),
+    [(1, (-1, -1)), (False, (True, 0)), (False, (1.5, 0)), (False, (True, False))],
 )
 def test_what_only_equals_an_argument_is_still_refused(causal, window):
     """A kept mask of (1, 0) is none of (True, 0), though these are equal."""

@@ -28,16 +28,9 @@ def attention_vmap(info, in_dims, *args):
 
 @untraced
 def prefixed_vmap(info, in_dims, *args):
-    """The rule of heedful::prefixed_attention_v10."""
-    x, options, _ = split(args[2:])
-    op, size = torch.ops.heedful.prefixed_attention_v10.default, info.batch_size
-    dims = Operands._make(in_dims[2 : 2 + len(x)])
-    if in_dims[:2] != (None, None) or not _joins(x, dims, options):
-        return _one_by_one(op, size, in_dims, args)
-    folded = [_fold(t, dim, size) for t, dim in zip(x[:3], dims, strict=False)]
-    sizes = size, _batch(x.q, dims.q)
-    results = op(*args[:2], *folded, *args[5:])
-    return tuple(result.unflatten(0, sizes) for result in results), (0, 0)
+    """The rule of heedful::prefixed_attention_v10. Its calls are over caches, which do not join."""
+    op = torch.ops.heedful.prefixed_attention_v10.default
+    return _one_by_one(op, info.batch_size, in_dims, args)
 
 
 @untraced

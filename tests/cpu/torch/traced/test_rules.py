@@ -14,7 +14,7 @@ import heedful.torch as typed
 from heedful.core.call.arguments import Options
 from heedful.core.call.operands import Operands
 from heedful.torch.operands import adapt
-from heedful.torch.traced import autograd_rules, library, private, sharded
+from heedful.torch.traced import autograd_rules, batching, library, private, sharded
 from support.runs import api
 from support.runs.mesh import on_each_rank, shard
 
@@ -84,6 +84,27 @@ def test_a_mapped_call_has_the_results_of_each_element(dims, kind):
     found = torch.func.vmap(call, in_dims=dims)(*given)
     wanted = stacked(call, given, dims, SIZE)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("more", "joins"),
+    [
+        ({}, True),
+        ({"causal": True, "softcap": 2.0}, True),
+        ({"sink": torch.zeros(4)}, True),
+        ({"alibi_slopes": torch.zeros(2, 4)}, False),
+        ({"dropout_p": 0.5, "dropout_seed": 1}, False),
+    ],
+    ids=str,
+)
+def test_elements_are_one_call_where_no_result_depends_on_its_place(more, joins, monkeypatch):
+    seen = []
+    real = batching._one_by_one
+    monkeypatch.setattr(batching, "_one_by_one", lambda *given: seen.append(1) or real(*given))
+    q, k, v = mapped((0, 0, None), (2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8))
+    call = torch.func.vmap(lambda q, k: heedful.flash_attn_func(q, k, v, return_lse=True, **more))
+    call(q, k)
+    assert len(seen) == (not joins)
 
 
 @pytest.mark.parametrize("with_prefix", [False, True])
