@@ -181,6 +181,19 @@ def test_a_device_has_its_backends_once_with_variants_for_what_has_aliases():
             assert any(str(name).partition("/")[0] == variant.backend for name in names)
 
 
+@pytest.mark.parametrize(
+    ("level", "by_default", "is_gated"),
+    [("emulated", False, 1), ("run", False, 0), ("emulated", True, 0), (None, False, 0)],
+)
+def test_a_record_speaks_for_kernels_that_wait_for_one(level, by_default, is_gated, monkeypatch):
+    """Not for those that somebody ran there, nor for what is chosen anyway."""
+    levels = {} if level is None else {"cpu": level}
+    row = next(row for row in capability.VARIANTS if row.backend == "cpu")
+    row = replace(row, levels=levels, by_default=by_default)
+    monkeypatch.setattr(capability, "VARIANTS", (row,))
+    assert run.gated(CPU) == ({"cpu"} if is_gated else frozenset())
+
+
 def test_backends_are_timed_beside_sdpa_in_five_rounds(monkeypatch):
     asked = []
     monkeypatch.setattr(run, "measure", lambda *what, **how: asked.append((what, how)))

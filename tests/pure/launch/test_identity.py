@@ -351,3 +351,60 @@ def test_files_that_change_places_are_other_sources(tmp_path):
     one.write_text("b")
     two.write_text("a")
     assert identity.files_digest([one, two]) != before
+
+
+def test_kernels_are_counted_by_where_they_came_from_and_none_is_looked_for_twice(compiles):
+    others = [argument("BLOCK", size) for size in (16, 32)]
+    for call in others:
+        compiler.artifact(call, ARCH)
+    restart()
+    for call in [*others, *others, *others]:
+        compiler.artifact(call, ARCH)
+    assert compiler.counters == {"compiles": 2, "disk_hits": 2, "memory_hits": 4}
+    packs.write_pack(
+        compiles / "pack",
+        {identity.kernel_key(c, ARCH): compiler.artifact(c, ARCH) for c in others},
+        {"portable": "3.9.0"},
+    )
+    packs.load_pack(compiles / "pack")
+    restart()
+    compiler.counters.clear()
+    for call in [*others, *others]:
+        compiler.artifact(call, ARCH)
+    assert compiler.counters == {"pack_hits": 2, "memory_hits": 2}
+
+
+def test_without_a_triton_a_kernel_that_lies_nowhere_is_named_with_what_helps(
+    compiles, monkeypatch
+):
+    first = got()[1]
+    compiled_by(monkeypatch, None)
+    # What this process has it keeps.
+    assert got() == ("memory_hits", first)
+    restart()
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            compiler.artifact(CALL, ARCH)
+        words = str(caught.value)
+        assert words.startswith("combine for sm_90 is in no loaded pack and no installed wheel")
+        assert "pip install triton" in words and words.endswith("(heedful prebuild)")
+    # Nothing was counted, and with a compiler it is found again.
+    compiled_by(monkeypatch, "3.9.0")
+    assert got() == ("disk_hits", first)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_compiler_that_is_apart_compiles_in_its_workers(apart, compiles, monkeypatch):
+    stub = types.ModuleType("pool")
+    stub.__dict__["compile_artifact"] = lambda call, arch: ("apart", call, arch)
+    monkeypatch.setitem(sys.modules, "heedful.launch.worker.pool", stub)
+    here = types.ModuleType("triton_compat")
+    here.__dict__["compile_artifact"] = lambda call, arch: ("here", call, arch)
+    monkeypatch.setitem(sys.modules, "heedful.launch.code.triton_compat", here)
+    found = installed.Compiler("3.9.0", Path("/nowhere"), apart=apart)
+    monkeypatch.setattr(installed, "compiler", lambda: found)
+    where = "apart" if apart else "here"
+    assert compiler.compile_now(CALL, ARCH) == (where, CALL, ARCH)
+    # Where none is known, this process tries, and says what is missing.
+    monkeypatch.setattr(installed, "compiler", lambda: None)
+    assert compiler.compile_now(CALL, ARCH) == ("here", CALL, ARCH)

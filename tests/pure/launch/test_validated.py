@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -146,7 +148,8 @@ def test_without_a_home_nothing_is_validated_and_a_record_says_what_is_missing(m
 def test_a_record_is_read_once_in_a_process_and_by_device():
     path = write()
     assert validations.validated(DEVICE) == {"gated"}
-    assert path.parent.name == "validated" and path.name.startswith(f"{DEVICE.arch}-")
+    assert path.parent.name == "validated"
+    assert re.fullmatch(rf"{DEVICE.arch}-[0-9a-f]{{16}}\.json", path.name)
     path.unlink()
     assert validations.validated(DEVICE) == {"gated"}
     validations._read.cache_clear()
@@ -172,6 +175,16 @@ def test_a_record_that_lacks_a_fact_is_told_and_not_used(changed, said, caplog):
     with caplog.at_level("WARNING", logger="heedful.validation"):
         assert validations.validated(DEVICE) == frozenset()
     assert (said in caplog.text and str(path) in caplog.text) if said else not caplog.text
+
+
+@pytest.mark.parametrize("gone", ["file", "folder"])
+def test_a_record_that_is_removed_as_it_is_read_is_none(gone, monkeypatch):
+    path = write()
+    path.unlink()
+    if gone == "folder":
+        path.parent.rmdir()
+    monkeypatch.setattr(Path, "exists", lambda self: True)
+    assert validations.validated(DEVICE) == frozenset()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no mode bits")

@@ -201,6 +201,7 @@ def test_a_kernel_that_does_not_load_is_named_by_its_file_with_a_remedy(
     packs.load_pack(tmp_path / "pack")
     assert compiler.place(call, "sm_90").startswith(f"It is {tmp_path}/pack/one.kernel: make that")
     call = "three"
+    assert packs.place(call) == ""
     assert "This process compiled it" in compiler.place(call, "sm_90")
     cache = DiskCache(tmp_path / "cache", 10**6, read_only=False)
     cache.get_or_make("three-cached", lambda: artifact(b"3"))
@@ -231,3 +232,18 @@ def test_the_cuda_that_a_driver_serves_is_asked_of_it(code, number, served, monk
 def test_without_a_driver_no_cuda_is_served(monkeypatch):
     monkeypatch.setattr(installed.ctypes, "CDLL", Mock(side_effect=OSError))
     assert served_cuda() is None
+
+
+def test_a_folder_without_a_manifest_is_no_pack(site, tmp_path):
+    folder = tmp_path / "empty"
+    for made in (False, True):
+        if made:
+            folder.mkdir(mode=0o700)
+        with pytest.raises(
+            ValueError, match=f"^pack {folder} has no readable {MANIFEST}: .*No suc"
+        ):
+            packs.load_pack(folder)
+    (folder / MANIFEST).write_text("{}")
+    with pytest.raises(ValueError, match=f"^pack {folder}: "):
+        packs.load_pack(folder)
+    assert packs.backends() == frozenset()

@@ -105,7 +105,7 @@ def test_each_of_q_k_and_v_may_need_the_dispatcher(place):
     assert needs(plain().as_subclass(Wrapped)) and needs([1.0])
     assert not needs_dispatcher(*(Parameter(plain()) for _ in range(3)))
     # And all but one of them, or all.
-    wrapped = [plain().as_subclass(Wrapped) for _ in range(3)]
+    wrapped: list[Any] = [plain().as_subclass(Wrapped) for _ in range(3)]
     assert needs_dispatcher(*wrapped)
     wrapped[place] = plain()
     assert needs_dispatcher(*wrapped)
