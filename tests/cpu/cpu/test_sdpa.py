@@ -279,3 +279,15 @@ def test_used_rows_are_views_of_the_first_of_each_sequence(layout):
     for b, (rows, length) in enumerate(zip(found, lengths, strict=True)):
         assert torch.equal(rows, cache[b : b + 1, :length].transpose(1, 2))
         assert rows.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("keys", [1, 3, sdpa.VECTORS - 1])
+def test_only_the_row_of_nan_among_few_keys_is_not_torchs_own(keys):
+    built = build(replace(PLAIN, seqlen_k=keys))
+    x = built.x._replace(q=built.x.q.clone())
+    want = sdpa.forward(built.problem, x)[0]
+    x.q[0, 3, 1] = torch.nan
+    found = sdpa.forward(built.problem, x)[0]
+    spoilt = torch.zeros(found.shape[:3], dtype=torch.bool)
+    spoilt[0, 3, 1] = True
+    assert found[spoilt].isnan().all() and torch.equal(found[~spoilt], want[~spoilt])
