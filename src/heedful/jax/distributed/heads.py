@@ -136,11 +136,12 @@ def forward(static: Static, q, k, v, sink, rest: Rest):
     """(out, lse), and what `backward` wants."""
     by = _Exchange(static)
     heads, of_heads = by.operands(sink, rest)
-    mine = by.queries(q), by.keys(k), by.keys(v)
+    queries = by.queries(q)
+    mine = queries, by.keys(k), by.keys(v)
     if static.heads_axis is not None:
         (out, lse), kept = ring.forward(static, *mine, heads, of_heads)
     else:
-        out, lse = over_all_keys(static, *mine, heads, of_heads, _whole(static, mine[0]))
+        out, lse = over_all_keys(static, *mine, heads, of_heads, _whole(static, queries))
         kept = *mine, heads, of_heads, out, lse
     outs = by.from_heads(out, by.share.queries, 1, out.ndim - 2, static.tokens)
     lses = by.from_heads(lse, by.share.queries, 1, lse.ndim - 2, lse.ndim - 1)
@@ -154,7 +155,7 @@ def backward(static: Static, kept, dout, dlse):
     if static.heads_axis is not None:
         dq, *of_keys, dsink = ring.backward(static, kept, dout, dlse)
     else:
-        dq, *sums, dsink = all_keys_gradients(static, kept, dout, dlse, _whole(static, kept[0]))
+        dq, *sums, dsink = all_keys_gradients(static, kept, dout, dlse, _whole(static, dout))
         of_keys = tree_cast(sums, [*kept[1:3]])
     axis, tokens = dq.ndim - 2, static.tokens
     dq = by.from_heads(dq, by.share.queries, 1, axis, tokens)
