@@ -84,5 +84,6 @@ def test_a_mask_is_drawn_once_for_forward_and_backward(monkeypatch):
     monkeypatch.setattr(philox, "draw", lambda *which: drawn.append(which) or draw(*which))
     built = build(Case(dropout_p=0.3, seed=71))
     out, lse, _ = cpu.forward(built.problem, built.x)
+    assert built.dout is not None
     cpu.backward(built.problem, built.x, out, lse, built.dout, built.dlse)
     assert len(drawn) == 1

@@ -1,0 +1,1 @@
+"""Tests of the processes that compile: their channel, what they answer and how they end."""
