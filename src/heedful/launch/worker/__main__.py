@@ -1,5 +1,6 @@
-"""python -m heedful.launch.worker FD SECONDS: compiles kernels for the process at the other end of
-a socket, one after the other, until that process is gone or has asked for nothing for SECONDS."""
+"""python -m heedful.launch.worker FD SECONDS FOLDER: compiles kernels for the process at the other
+end of a socket, one after the other, until that process is gone or has asked for nothing for
+SECONDS. FOLDER, which holds what compilers write, is removed then."""
 
 import json
 import os
@@ -7,7 +8,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -22,20 +22,21 @@ from heedful.launch.worker.codec import decode
 _FILES_HELP = "the compiler's files lie in the system's temporary folder, or in that of TMPDIR"
 
 
-def serve(channel: socket.socket, idle_seconds: float) -> None:
-    """Sends a first message, then answers, until nothing was asked for so long."""
+def serve(channel: socket.socket, idle_seconds: float, folder: str) -> None:
+    """Sends a first message, then answers, until nothing was asked for so long. folder: of this
+    process alone."""
     _prefer_to_be_killed()
     from heedful.launch.code.triton_compat import compile_artifact
 
     asked: SimpleQueue[bytes] = SimpleQueue()
-    threading.Thread(target=_listen, args=(channel, asked), daemon=True).start()
+    threading.Thread(target=_listen, args=(channel, asked, folder), daemon=True).start()
     send(channel, HELLO, toolchain().encode())
     while True:
         try:
             request = asked.get(timeout=idle_seconds)
         except Empty:
             send(channel, BYE)
-            _end()
+            _end(folder)
         try:
             call, arch = decode(request)
             made = store.dump(cache_key(call, arch), compile_artifact(call, arch))
@@ -45,21 +46,22 @@ def serve(channel: socket.socket, idle_seconds: float) -> None:
             send(channel, KERNEL, made)
 
 
-def _listen(channel: socket.socket, asked: SimpleQueue[bytes]) -> None:
+def _listen(channel: socket.socket, asked: SimpleQueue[bytes], folder: str) -> None:
     """Notices that the other process is gone while a kernel is compiled, too."""
     while True:
         try:
             kind, data = receive(channel)
         except (EOFError, OSError):
-            _end()
+            _end(folder)
         if kind == CALL:
             asked.put(data)
 
 
-def _end() -> None:
+def _end(folder: str) -> None:
     """Ends this process and those that it started, such as an assembler, and removes their
     files."""
-    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+    # Never what `tempfile` names: that is the system's folder if this one is gone.
+    shutil.rmtree(folder, ignore_errors=True)
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
@@ -81,4 +83,4 @@ def _reported(error: Exception) -> dict[str, Any]:
 if __name__ == "__main__":
     # An assembler that outlives this process is not to hold it open.
     os.set_inheritable(int(sys.argv[1]), False)
-    serve(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]))
+    serve(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]), sys.argv[3])

@@ -94,7 +94,7 @@ class Worker:
         assert self._scratch is not None
         with open(self._scratch / "said", "wb") as said:
             return subprocess.Popen(
-                [*command, str(theirs.fileno()), str(IDLE_SECONDS)],
+                [*command, str(theirs.fileno()), str(IDLE_SECONDS), str(self._scratch)],
                 env=self._environment(os.pathsep.join([str(self._compiler.root), package])),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,

@@ -135,7 +135,7 @@ def test_a_worker_is_a_python_of_its_own_with_nothing_of_the_callers(started, mo
     (own,) = started.processes
     ((theirs,), (scratch,)) = own.options["pass_fds"], started.temporary.iterdir()
     options = ["-B", "-P", "-s", "-S", "-m", "heedful.launch.worker"]
-    assert own.command == [sys.executable, *options, str(theirs), "120.0"]
+    assert own.command == [sys.executable, *options, str(theirs), "120.0", str(scratch)]
     assert own.options["stdin"] == subprocess.DEVNULL and own.options["start_new_session"]
     assert own.options["stdout"] is own.options["stderr"]
     said = own.options["stdout"]

@@ -41,6 +41,10 @@ ONE, OTHER = (
 )
 
 
+# None of these threads removes it.
+FOLDER = "a folder"
+
+
 class Over(Exception):
     """In place of the process only its threads end."""
 
@@ -54,7 +58,8 @@ class Asked:
     def next(self, seconds: float = 20.0) -> tuple[bytes, bytes]:
         return receive(self.channel, time.monotonic() + seconds)
 
-    def end(self) -> None:
+    def end(self, folder: str) -> None:
+        assert folder == FOLDER
         self.ends += 1
         with suppress(OSError):
             self.channel.shutdown(socket.SHUT_RDWR)
@@ -77,7 +82,7 @@ def serving(compiles, idle_seconds: float = 60.0) -> Iterator[Asked]:
 
     def serve() -> None:
         with suppress(Over, OSError), theirs:
-            worker.serve(theirs, idle_seconds)
+            worker.serve(theirs, idle_seconds, FOLDER)
 
     listen = worker._listen
 
@@ -97,14 +102,17 @@ def serving(compiles, idle_seconds: float = 60.0) -> Iterator[Asked]:
         mine,
     ):
         thread.start()
-        yield asked
+        try:
+            yield asked
+        finally:
+            # Threads that went on would end this process.
+            mine.close()
+            asked.wait_for_the_end()
+            # It has nobody to answer.
+            queue.put(b"")
+            thread.join(20)
         prefers.assert_called_once_with()
-        mine.close()
-        asked.wait_for_the_end()
         assert asked.listens_aside
-        # It has nobody to answer.
-        queue.put(b"")
-        thread.join(20)
 
 
 def test_a_worker_says_its_toolchain_and_answers_one_call_after_the_other():
@@ -214,17 +222,20 @@ def test_a_worker_asks_to_be_killed_first_where_memory_runs_out(monkeypatch):
 
 @pytest.mark.parametrize("leads", [True, False])
 def test_the_end_takes_the_files_and_the_group_that_a_worker_leads(leads, tmp_path, monkeypatch):
-    """One that a debugger starts is in the group of others, which live on."""
-    folder, ends = tmp_path / "files", []
+    """One that a debugger starts is in the group of others, which live on. If the files are gone,
+    nothing else goes: what lies in the system's folder is of others."""
+    folder, others, ends = tmp_path / "files", tmp_path / "of others", []
     (folder / "of a compiler").mkdir(parents=True)
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(folder))
+    others.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(others))
     monkeypatch.setattr(os, "getpgrp", lambda: os.getpid() + (not leads))
     monkeypatch.setattr(os, "killpg", lambda *args: ends.append(args))
     monkeypatch.setattr(os, "_exit", ends.append)
-    worker._end()
-    assert not folder.exists()
-    assert ends == ([(0, 9)] if leads else []) + [0]
-    worker._end()
+    for _ in range(2):
+        worker._end(str(folder))
+        assert not folder.exists() and others.exists()
+        assert ends == ([(0, 9)] if leads else []) + [0]
+        ends.clear()
 
 
 _PROCESS = """
@@ -244,18 +255,19 @@ def test_a_process_of_its_own_serves_the_socket_that_it_is_given_for_so_long(tmp
         with theirs:
             # Far from how many seconds it waits.
             place = os.dup2(theirs.fileno(), 120)
+            (tmp_path / "its").mkdir()
             command = [sys.executable, "-c", _PROCESS, COMPILES, str(place), "0.5"]
+            command.append(str(tmp_path / "its"))
             path = os.pathsep.join(
                 [str(Path(heedful.__file__).parents[1]), *filter(None, sys.path)]
             )
             process = subprocess.Popen(
                 command,
-                env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path / "its")},
+                env={**os.environ, "PYTHONPATH": path},
                 pass_fds=[place],
                 start_new_session=True,
             )
             os.close(place)
-        (tmp_path / "its").mkdir()
         asked = Asked(mine)
         assert asked.next(60)[0] == HELLO
         send(mine, CALL, encode(ONE, "sm_90"))
