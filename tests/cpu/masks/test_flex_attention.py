@@ -128,6 +128,16 @@ def test_compiled_code_takes_our_mask_and_refuses_torchs():
         run(q, k, v, block_mask=given)
 
 
+@pytest.mark.parametrize("lengths", [(60, 200), (200, 60)], ids=str)
+def test_torchs_mask_may_have_other_lengths_of_queries_than_of_keys(lengths):
+    given = torchs.create_block_mask(
+        lambda b, h, i, j: j - i < 50, None, None, *lengths, device="cpu", BLOCK_SIZE=64
+    )
+    rows, columns = (torch.arange(length) for length in lengths)
+    seen = BlockMask.of(given).to_dense()[0, 0]
+    assert torch.equal(seen, columns - rows[:, None] < 50)
+
+
 def test_tiles_of_torchs_that_no_tile_of_ours_divides_are_refused():
     for size in (48, (64, 40)):
         sizes = size if isinstance(size, tuple) else (size, size)
