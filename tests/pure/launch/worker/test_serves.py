@@ -84,11 +84,12 @@ def serving(compiles, idle_seconds: float = 60.0) -> Iterator[Asked]:
         with suppress(Over, OSError), theirs:
             worker.serve(theirs, idle_seconds, FOLDER)
 
-    listen = worker._listen
+    listen, listeners = worker._listen, []
 
     def listens(*args) -> None:
         # Where the one that compiles fails, it alone does not keep the process.
         asked.listens_aside = threading.current_thread().daemon
+        listeners.append(threading.current_thread())
         with suppress(Over):
             listen(*args)
 
@@ -105,12 +106,13 @@ def serving(compiles, idle_seconds: float = 60.0) -> Iterator[Asked]:
         try:
             yield asked
         finally:
-            # Threads that went on would end this process.
+            # Threads that went on would end the next test's worker, or this process.
             mine.close()
             asked.wait_for_the_end()
             # It has nobody to answer.
             queue.put(b"")
-            thread.join(20)
+            for one in (thread, *listeners):
+                one.join()
         prefers.assert_called_once_with()
         assert asked.listens_aside
 
