@@ -8,6 +8,7 @@ import torch
 
 import heedful.torch as heedful
 from heedful import BlockMask, masks
+from support.golden.refusals import each_refusal
 
 text: Any = "text"
 ids = torch.zeros(2, 4, dtype=torch.int32)
@@ -205,15 +206,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "call, error, said",
-    [
-        (call, error, said)
-        for error, all_ in ((TypeError, TYPES), (ValueError, VALUES))
-        for call, said in all_
-    ],
-    ids=[said.split(" must")[0] + f" {n}" for n, (_, said) in enumerate(TYPES + VALUES)],
-)
+@each_refusal(TYPES, VALUES)
 def test_what_is_refused_is_named_with_what_was_got(call, error, said):
     with pytest.raises(error) as raised:
         call()

@@ -1,1 +1,1 @@
-"""Problems of golden tables."""
+"""What golden tables and tables of messages are made of."""

@@ -186,7 +186,8 @@ def seen_by_call(made: dict[str, Any], queries: int, keys: int, packed: bool) ->
     bounds = [np.array([0, n]) for n in (queries, keys)]
     if packed:
         bounds = [np.asarray(made[f"cu_seqlens_{side}"]) for side in "qk"]
-        assert all(made[f"max_seqlen_{s}"] >= np.diff(b).max() for s, b in zip("qk", bounds))  # noqa: B905
+        for side, ends in zip("qk", bounds, strict=True):
+            assert made[f"max_seqlen_{side}"] >= np.diff(ends).max()
     (left, right, *first), seen = made["window_size"], np.zeros((queries, keys), bool)
     offsets = made.get("q_offset")
     for d in range(len(bounds[0]) - 1):

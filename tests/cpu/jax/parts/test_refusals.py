@@ -15,6 +15,7 @@ from heedful.jax.distributed.attention import STRATEGIES, _check  # noqa: E402
 from heedful.jax.distributed.layouts import axes_of, chunk_size, chunks_of  # noqa: E402
 from heedful.jax.operands import plain  # noqa: E402
 from heedful.jax.traced.call import check_arrays, run  # noqa: E402
+from support.golden.refusals import each_refusal  # noqa: E402
 
 f32, i32 = jnp.float32, jnp.int32
 text: Any = "text"
@@ -446,15 +447,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "call, error, said",
-    [
-        (call, error, said)
-        for error, all_ in ((TypeError, TYPES), (ValueError, VALUES))
-        for call, said in all_
-    ],
-    ids=[said.split(" must")[0] + f" {n}" for n, (_, said) in enumerate(TYPES + VALUES)],
-)
+@each_refusal(TYPES, VALUES)
 def test_what_is_refused_is_named_with_what_was_got(call, error, said):
     with pytest.raises(error) as raised:
         call()

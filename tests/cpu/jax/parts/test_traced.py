@@ -24,7 +24,7 @@ from heedful.jax.api.merge import merged  # noqa: E402
 from heedful.jax.base import device  # noqa: E402
 from heedful.jax.operands import plain  # noqa: E402
 from heedful.jax.tiled import scan, tiles  # noqa: E402
-from heedful.jax.traced import (  # noqa: E402  # noqa: E402
+from heedful.jax.traced import (  # noqa: E402
     cache_update,
     call,
     local,
